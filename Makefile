@@ -1,0 +1,50 @@
+# Every target works on a fresh checkout; what is already done is not done again.
+PYTHON ?= python3
+VENV := .venv/bin
+RUN := $(VENV)/python -m pipeline
+ARGS ?=
+
+.PHONY: help env env-vllm models demo up test check format docs bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+env: ## .venv: Crossfill, MLX, development tools
+	@$(PYTHON) ops/environment.py core
+
+env-vllm: ## .venv-vllm: vLLM (CUDA where there is an NVIDIA GPU, else its CPU build on Linux x86_64)
+	@$(PYTHON) ops/environment.py vllm
+
+models: env ## models/: the sample checkpoint and three tiny ones
+	@$(RUN) model smollm2
+	@for arch in llama qwen2 qwen3; do $(RUN) model tiny --arch $$arch || exit 1; done
+
+demo: env env-vllm models ## ask a question in both directions and show what moved
+	@$(RUN) demo $(ARGS)
+
+up: env env-vllm models ## run broker, workers and API until Ctrl-C
+	@$(RUN) up $(ARGS)
+
+test: env env-vllm models ## every test, in both environments; one closing line
+	@$(VENV)/python ops/suite.py $(ARGS)
+
+check: env ## formatting, lint, types, layers, generated pages
+	$(VENV)/ruff format --check .
+	$(VENV)/ruff check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports
+	$(VENV)/python docs/generate_handoff.py --check
+
+format: env ## let ruff rewrite what it can
+	$(VENV)/ruff format .
+	$(VENV)/ruff check --fix .
+
+docs: env ## regenerate the generated pages
+	$(VENV)/python docs/generate_handoff.py
+
+bench: env env-vllm models ## benchmarks (ARGS names one)
+	@$(VENV)/python -m bench $(ARGS)
+
+clean: ## remove everything that was built; checkpoints in models/ too
+	rm -rf .venv .venv-vllm .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Benchmarks: one question per file, seeded, each printing a table and writing JSON to `bench/results/`."""

@@ -1,0 +1,170 @@
+"""How long until the first token, prefilling on one engine and decoding on the other?
+
+Prompts of 51, 184, 744 and 2844 tokens; each engine alone and both directions, interleaved within one run, since
+only ratios within a run mean anything on a shared machine. Added TTFT = P/D - the prefill engine alone - one
+measured decode step of D (D recomputes the last prompt token). The broker's own memory is watched all the while.
+
+    python -m bench.ttft [--samples 5] [--lengths 51,184,744,2844] [--budget-mib 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis import Redis
+from tokenizers import Tokenizer
+
+from bench import report
+from bench.fleet import fleet
+from bench.load import Sample, stream
+
+SENTENCE = "Water evaporates and condenses. "
+OUTPUT_TOKENS = 32
+STAGES = ("queue", "prefill", "first_page_out", "transfer", "import", "first_token")
+
+
+def prompt(tokenizer: Tokenizer, trial: int, tokens: int) -> list[int]:
+    """The trial's number, then one sentence over and over, exactly `tokens` ids."""
+    text = f"Trial {trial:08d}: " + SENTENCE * (tokens // 4) + "Explain this process."
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids[:tokens]
+
+
+def stages(trace: dict[str, Any]) -> dict[str, float]:
+    """Where the time went, ms. Stages overlap: pages leave, cross and are imported while prefill runs."""
+    at = trace["marks_ms"]
+
+    def span(start: str, end: str) -> float:
+        return float(at[end] - at[start]) if start in at and end in at else 0.0
+
+    return {
+        "queue": at.get("prefill_started", at.get("decode_started", 0.0)),
+        "prefill": span("prefill_started", "prefill_ended"),
+        "first_page_out": span("prefill_started", "first_page_out"),
+        "transfer": span("first_page_out", "last_page_out"),
+        "import": span("first_page_in", "last_page_in"),
+        "first_token": span("committed", "first_token"),
+    }
+
+
+class MemoryWatch:
+    """Peak of the server's used_memory over what it was before."""
+
+    def __init__(self, url: str) -> None:
+        self._client = Redis.from_url(url)
+        self._done = threading.Event()
+        self.baseline = self.peak = self._used()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _used(self) -> int:
+        return int(self._client.info("memory")["used_memory"])
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.peak = max(self.peak, self._used())
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            self._thread.join()
+
+
+def measure(client: httpx.Client, model: Path, lengths: list[int], routes: list[str], samples: int) -> list[Sample]:
+    """A warm-up for each length and route, then `samples` rounds over all of them."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    taken: list[Sample] = []
+    trial = 0
+    for round_number in range(samples + 1):
+        for length in lengths:
+            for route in routes:
+                trial += 1
+                sample = stream(client, model.name, prompt(tokenizer, trial, length), route, OUTPUT_TOKENS)
+                if round_number:
+                    taken.append(sample)
+                print(f"round {round_number} {length} {route}: {sample.ttft_ms:.0f} ms", flush=True)
+    return taken
+
+
+def summary(samples: list[Sample], a: str, b: str) -> list[dict[str, Any]]:
+    """One row per length and direction: medians in ms, added TTFT as a share of the prefill engine alone."""
+
+    def of(route: str, length: int) -> list[Sample]:
+        return [s for s in samples if s.route == route and s.prompt_tokens == length]
+
+    def med(values: list[float]) -> float:
+        return statistics.median(values)
+
+    rows = []
+    for length in sorted({s.prompt_tokens for s in samples}):
+        for p, d in ((a, b), (b, a)):
+            handed = of(f"{p}->{d}", length)
+            alone = med([s.ttft_ms for s in of(f"local:{p}", length)])
+            step = med([s.step_ms for s in of(f"local:{d}", length)])
+            ttft = med([s.ttft_ms for s in handed])
+            split = {name: med([stages(s.trace)[name] for s in handed]) for name in STAGES}
+            row = {
+                "prompt_tokens": length,
+                "route": f"{p}->{d}",
+                "prefill_alone_ms": alone,
+                "decode_alone_ms": med([s.ttft_ms for s in of(f"local:{d}", length)]),
+                "decode_step_ms": step,
+                "ttft_ms": ttft,
+                "added_ms": ttft - alone - step,
+                "added_percent": 100 * (ttft - alone - step) / alone,
+                "pages": handed[0].trace["pages"],
+                "bytes": handed[0].trace["bytes"],
+            }
+            rows.append(row | split)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--lengths", default="51,184,744,2844")
+    parser.add_argument("--engines", default="vllm,mlx")
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
+    parser.add_argument("--budget-mib", type=int, default=8)
+    options = parser.parse_args()
+    a, b = options.engines.split(",")
+    lengths = [int(n) for n in options.lengths.split(",")]
+    routes = [f"local:{a}", f"local:{b}", f"{a}->{b}", f"{b}->{a}"]
+    with tempfile.TemporaryDirectory() as run, fleet(options.model, (a, b), Path(run), options.budget_mib) as system:
+        memory = MemoryWatch(system.settings.broker.url)
+        with memory.running(), httpx.Client(base_url=system.url, timeout=600) as client:
+            samples = measure(client, options.model, lengths, routes, options.samples)
+    rows = summary(samples, a, b)
+    columns = ["prompt_tokens", "route", "prefill_alone_ms", "decode_alone_ms", "ttft_ms", "decode_step_ms"]
+    columns += ["added_ms", "added_percent", *STAGES]
+    report.table(
+        "TTFT, ms (medians)", [c.removesuffix("_ms") for c in columns], [[r[c] for c in columns] for r in rows]
+    )
+    used = (memory.peak - memory.baseline) / 2**20
+    print(f"broker memory over its idle baseline: {used:.1f} MiB at a budget of {options.budget_mib} MiB")
+    result = {
+        "question": "TTFT of each engine alone and of both directions",
+        "model": options.model.name,
+        "samples": options.samples,
+        "budget_mib": options.budget_mib,
+        "broker_peak_over_baseline_mib": round(used, 2),
+        "rows": rows,
+        "raw": [asdict(s) for s in samples],
+    }
+    print("written:", report.save("ttft", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Suite: every test, each in the environment it needs, and one closing line over all of them.
+
+An engine's tests run where that engine is installed and are skipped elsewhere: a test counts once, by its best
+outcome but for a failure. Exit status 1 when anything failed, nothing ran, or an engine that must be here was skipped.
+Run by `make test`; further arguments go to pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / ".run"
+CORE = ROOT / ".venv"
+VLLM = ROOT / ".venv-vllm"
+BLAS = CORE / "lib" / "crossfill_blas.so"
+NOTHING_COLLECTED = 5  # pytest's exit status when a filter leaves no test
+
+
+class Run(NamedTuple):
+    """One pytest process. `engines` must be present in its environment."""
+
+    name: str
+    environment: Path
+    arguments: tuple[str, ...]
+    engines: tuple[str, ...]
+    preload: Path | None = None
+
+
+class Case(NamedTuple):
+    """One test's outcome: passed, failed or skipped; `detail` is a skip's reason."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+
+
+class Result(NamedTuple):
+    cases: list[Case]
+    status: int  # pytest's own: it also tells of broken collections and of a crash
+
+
+RANK = {"skipped": 0, "passed": 1, "failed": 2}
+
+
+def plan() -> list[Run]:
+    """What runs on this machine."""
+    preload = BLAS if BLAS.exists() else None
+    runs = [
+        Run("units and scenarios", CORE, ("tests", "--ignore=tests/engines"), ()),
+        Run("engines: reference, MLX", CORE, ("tests/engines", "-k", "not vllm"), ("reference", "mlx"), preload),
+    ]
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        runs.append(Run("engines: vLLM", VLLM, ("tests/engines", "-k", "vllm"), ("vllm",)))
+    return runs
+
+
+def execute(run: Run, extra: Sequence[str]) -> Result:
+    """Run pytest and read its report. Whatever keeps it from reporting is a failed case of its own."""
+    report = REPORTS / f"junit-{'-'.join(run.engines) or 'core'}.xml"
+    report.unlink(missing_ok=True)
+    print(f"== {run.name} ({run.environment.name})", flush=True)
+    start = time.monotonic()
+    python = str(run.environment / "bin" / "python")
+    argv = [python, "-m", "pytest", "-q", f"--junitxml={report}", *run.arguments, *extra]
+    status = subprocess.run(argv, cwd=ROOT, env=variables(run), check=False).returncode
+    print(f"== {run.name}: {time.monotonic() - start:.0f} s\n", flush=True)
+    cases = read(report.read_text(encoding="utf-8")) if report.exists() else []
+    if status not in (0, 1, NOTHING_COLLECTED) or not report.exists():
+        cases.append(Case(f"pytest ({run.name})", "failed"))
+    return Result(cases, status)
+
+
+def variables(run: Run) -> dict[str, str]:
+    """One thread per engine: those of two on the same few cores fight."""
+    found = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    found |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if run.engines:
+        found["CROSSFILL_REQUIRE_ENGINES"] = ",".join(run.engines)
+    if run.preload:
+        found["LD_PRELOAD"] = str(run.preload)
+    return found
+
+
+def read(report: str) -> list[Case]:
+    """The cases of a JUnit report as pytest writes it."""
+    cases = []
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            cases.append(Case(name, "failed"))
+        elif skip is not None and skip.get("type") == "pytest.skip":
+            cases.append(Case(name, "skipped", skip.get("message") or ""))
+        else:  # an expected failure is a test that did what it says
+            cases.append(Case(name, "passed"))
+    return cases
+
+
+def combine(cases: Iterable[Case]) -> list[Case]:
+    """One case per test: a failure anywhere wins, then a pass. A module skipped as a whole counts as its tests do."""
+    best: dict[str, Case] = {}
+    for case in cases:
+        if case.name not in best or RANK[case.outcome] > RANK[best[case.name].outcome]:
+            best[case.name] = case
+    modules = {name.split("::")[0] for name, case in best.items() if "::" in name and case.outcome != "skipped"}
+    return [case for name, case in best.items() if case.outcome != "skipped" or name not in modules]
+
+
+def missing(cases: Sequence[Case], engines: Iterable[str]) -> list[Case]:
+    """Skipped tests of engines that must be here."""
+    skipped = [case for case in cases if case.outcome == "skipped" and case.name.startswith("tests.engines")]
+    return [case for case in skipped if any(engine in case.name for engine in engines)]
+
+
+def main() -> int:
+    REPORTS.mkdir(exist_ok=True)
+    runs = plan()
+    results = [execute(run, sys.argv[1:]) for run in runs]
+    cases = combine(case for result in results for case in result.cases)
+    absent = missing(cases, {engine for run in runs for engine in run.engines})
+    count = {outcome: sum(case.outcome == outcome for case in cases) for outcome in RANK}
+    for case in cases:
+        if case.outcome != "passed":
+            why = " (must run here)" if case in absent else ""
+            print(f"{case.outcome}{why}: {case.name} {case.detail}".rstrip())
+    print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+    good = all(result.status in (0, NOTHING_COLLECTED) for result in results)
+    return 0 if good and count["passed"] and not count["failed"] and not absent else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""`crossfill`, and `python -m pipeline`: finds the command, runs it, turns our errors into one line and an exit status.
+
+Only the chosen command's module is imported: a worker never loads the web framework, the API never an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from pipeline.errors import ConfigError, CrossfillError
+
+USAGE_ERROR = 2  # argparse's own status for a wrong command line
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "up": Command("pipeline.cli.up", "start broker, workers and API of this machine, and keep them running"),
+    "demo": Command("pipeline.cli.demo", "start everything, ask a question in each direction, show the traces, stop"),
+    "serve": Command("pipeline.cli.serve", "run the OpenAI-compatible API"),
+    "worker": Command("pipeline.cli.worker", "run one replica: an engine in one or two roles"),
+    "status": Command("pipeline.cli.status", "show replicas, budget and live handoffs of a running API"),
+    "model": Command("pipeline.cli.model", "write the sample checkpoints; compare two checkpoints"),
+}
+
+
+def parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The full parser of the `chosen` command beside one-line entries of all the others."""
+    root = argparse.ArgumentParser(prog="crossfill", description="Prefill on one LLM engine, decode on another.")
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        if name == chosen:
+            import_module(command.module).add(commands)
+        else:
+            commands.add_parser(name, help=command.summary)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    options = parser(chosen).parse_args(arguments)
+    try:
+        return int(options.handler(options) or 0)
+    except CrossfillError as error:
+        print(f"crossfill: {error.code}: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

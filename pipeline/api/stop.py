@@ -1,0 +1,49 @@
+"""Stop strings over streamed text.
+
+Rule: text is held back only while it could still become a stop, that is the longest suffix which is a proper
+prefix of some stop string. When several stops occur, the one that starts earliest wins; at one start, the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Feed text pieces in order; a stop may span any number of them. `include` keeps the stop in the text."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None  # the stop that was found; nothing may be fed afterwards
+
+    def feed(self, piece: str) -> str:
+        """Text that may leave now. After a match: the text before the stop (and the stop, when included)."""
+        text = self._held + piece
+        if found := self._find(text):
+            at, self.matched = found
+            self._held = ""
+            return text[: at + len(self.matched) if self._include else at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The end of the text: what was held back was no stop after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        found = [(at, len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if not found:
+            return None
+        at, _, stop = min(found)
+        # An earlier start that could still complete outranks this match only if it is seen to complete later;
+        # waiting for it would hold text without bound, so the first stop that completes ends the text.
+        return at, stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

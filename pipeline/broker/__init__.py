@@ -1,0 +1,1 @@
+"""Everything that talks to Redis/Valkey and RQ, and nothing else does."""

@@ -1,0 +1,178 @@
+"""Channel: token ids from D to the API, a log plus pub/sub, so a late or slow reader loses nothing.
+
+`emit.lua` appends an entry to the log and publishes `<index> <entry>`. A reader subscribes before the jobs are
+enqueued, takes what is published in order, drops what it has, and reads the log wherever it sees a gap or silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import RedisError
+
+from pipeline.broker import keys
+from pipeline.errors import BrokerError, CrossfillError
+
+_HEAL_S = 0.5  # silence after which a reader looks into the log by itself
+_RECONNECT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as it crosses processes."""
+
+    code: str
+    message: str
+    retryable: bool
+    http_status: int
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        if isinstance(error, CrossfillError):
+            return cls(error.code, str(error), error.retryable, error.http_status)
+        return cls("internal_error", f"{type(error).__name__}: {error}", False, 500)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """Tokens of one engine step. `seq` counts the tokens before it; the last entry has `finish` or `error`.
+
+    `held_tokens`, on the last entry: prompt tokens whose KV the decode engine already held.
+    """
+
+    seq: int
+    token_ids: tuple[int, ...]
+    finish: str | None = None
+    error: ErrorInfo | None = None
+    held_tokens: int | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def decode(text: bytes | str) -> TokenEntry:
+    raw = json.loads(text)
+    error = raw["error"]
+    return TokenEntry(
+        seq=raw["seq"],
+        token_ids=tuple(raw["token_ids"]),
+        finish=raw["finish"],
+        error=ErrorInfo(**error) if error else None,
+        held_tokens=raw["held_tokens"],
+    )
+
+
+class TokenHub:
+    """One pub/sub connection of an API process, shared by all its readers."""
+
+    def __init__(self, client: AsyncRedis) -> None:
+        self._client = client
+        self._pubsub = client.pubsub()
+        self._inboxes: dict[str, asyncio.Queue[tuple[int, bytes]]] = {}
+        self._subscribed: dict[str, asyncio.Event] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._pubsub.subscribe(f"{keys.PREFIX}:hub")  # so that the reading task always has a subscription
+        self._task = asyncio.create_task(self._pump())
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._pubsub.aclose()
+
+    async def open(self, handoff_id: str) -> asyncio.Queue[tuple[int, bytes]]:
+        """Subscribe; returns once the server has confirmed it. Raises BrokerError."""
+        channel = keys.HandoffKeys(handoff_id).notify
+        inbox: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        self._inboxes[channel] = inbox
+        ready = self._subscribed[channel] = asyncio.Event()
+        try:
+            await self._pubsub.subscribe(channel)
+            await asyncio.wait_for(ready.wait(), 5.0)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._inboxes.pop(channel, None)
+            raise BrokerError(f"cannot subscribe to the token channel: {error}") from error
+        finally:
+            self._subscribed.pop(channel, None)
+        return inbox
+
+    async def drop(self, handoff_id: str) -> None:
+        channel = keys.HandoffKeys(handoff_id).notify
+        self._inboxes.pop(channel, None)
+        with contextlib.suppress(RedisError, OSError):
+            await self._pubsub.unsubscribe(channel)
+
+    async def log(self, handoff_id: str, start: int) -> list[bytes]:
+        """Entries of the log from index `start` on. Raises BrokerError."""
+        try:
+            entries: Any = await self._client.lrange(keys.HandoffKeys(handoff_id).tokens, start, -1)
+        except (RedisError, OSError) as error:
+            raise BrokerError(f"cannot read the token log: {error}") from error
+        return list(entries)
+
+    async def _pump(self) -> None:
+        while True:
+            try:
+                message = await self._pubsub.get_message(timeout=1.0)
+            except (RedisError, OSError):
+                await asyncio.sleep(_RECONNECT_S)  # redis-py subscribes again by itself; readers heal from the log
+                continue
+            if message is not None:
+                self._dispatch(message["type"], message["channel"].decode(), message["data"])
+
+    def _dispatch(self, kind: str, channel: str, data: bytes) -> None:
+        if kind == "subscribe" and channel in self._subscribed:
+            self._subscribed[channel].set()
+        elif kind == "message" and channel in self._inboxes:
+            index, _, entry = data.partition(b" ")
+            self._inboxes[channel].put_nowait((int(index), entry))
+
+
+class TokenReader:
+    """Every entry of one handoff, in order, exactly once, up to and with the last."""
+
+    def __init__(self, hub: TokenHub, handoff_id: str) -> None:
+        self._hub = hub
+        self._id = handoff_id
+        self._next = 0
+
+    async def __aenter__(self) -> Self:
+        self._inbox = await self._hub.open(self._id)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._hub.drop(self._id)
+
+    async def __aiter__(self) -> AsyncIterator[TokenEntry]:
+        while True:
+            for raw in await self._wait():
+                self._next += 1
+                entry = decode(raw)
+                yield entry
+                if entry.last:
+                    return
+
+    async def _wait(self) -> list[bytes]:
+        try:
+            index, entry = await asyncio.wait_for(self._inbox.get(), _HEAL_S)
+        except TimeoutError:
+            return await self._hub.log(self._id, self._next)
+        if index < self._next:
+            return []
+        return [entry] if index == self._next else await self._hub.log(self._id, self._next)

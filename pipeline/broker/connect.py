@@ -1,0 +1,171 @@
+"""Connections to the broker, what it must be like, and its failures in our words.
+
+The rule here: no command is ever sent twice by itself. redis-py's default of ten retries stored an entry twice when
+only the reply was lost, so a command fails once, and the pool opens a fresh connection for the next one.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+from redis import exceptions as failures
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from pipeline.errors import BrokerError, BudgetTooSmallError, ConfigError
+from pipeline.settings import MIB
+
+CONNECT_TIMEOUT_S = 2.0
+REPLY_TIMEOUT_S = 5.0
+HEALTH_CHECK_S = 15  # a connection idle for longer is asked PING before its next use
+POOL_SIZE = 1024  # the library's 100 is fewer than the slots of a large worker blocked at once
+
+NO_EVICTION = "noeviction"
+OLDEST_REDIS = (7, 0)  # scripts with `#!lua flags=allow-oom`
+OLDEST_VALKEY = (7, 2)
+
+
+def connect(url: str) -> Redis:
+    """A client for everything that answers at once: bytes replies, 5 s for a reply. Raises ConfigError."""
+    with _valid(url):
+        return Redis.from_url(url, retry=_no_retry(), socket_timeout=REPLY_TIMEOUT_S, **_options(url))
+
+
+def connect_blocking(url: str) -> Redis:
+    """A client for commands that block on purpose: no reply timeout, keepalive finds a dead peer. ConfigError."""
+    with _valid(url):
+        return Redis.from_url(url, retry=_no_retry(), socket_timeout=None, **_options(url))
+
+
+def connect_async(url: str, *, blocking: bool = False) -> AsyncRedis:
+    """The same for asyncio; `blocking` as in `connect_blocking` (pub/sub readers). Raises ConfigError."""
+    retry = AsyncRetry(NoBackoff(), 0)
+    with _valid(url):
+        timeout = None if blocking else REPLY_TIMEOUT_S
+        return AsyncRedis.from_url(url, retry=retry, socket_timeout=timeout, **_options(url))
+
+
+def _no_retry() -> Retry:
+    return Retry(NoBackoff(), 0)
+
+
+def _options(url: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "health_check_interval": HEALTH_CHECK_S,
+        "max_connections": POOL_SIZE,
+    }
+    if not url.startswith("unix:"):
+        options |= {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
+    return options
+
+
+def _keepalive() -> dict[int, int]:
+    """A peer that vanished is noticed after about 20 s; the systems' own default is two hours."""
+    options = {socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+    if sys.platform == "linux":
+        options[socket.TCP_KEEPIDLE] = 5
+        options[socket.TCP_USER_TIMEOUT] = 20_000  # ms: keepalive says nothing while sent bytes wait for their ACK
+    elif sys.platform == "darwin":
+        options[socket.TCP_KEEPALIVE] = 5
+    return options
+
+
+@contextmanager
+def _valid(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"broker.url {redact(url)!r} is not a redis://, rediss:// or unix:// URL: {error}") from error
+
+
+def redact(url: str) -> str:
+    """`url` without its password, for messages and logs."""
+    return re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
+
+
+# The first that fits counts: some of these classes derive from ConnectionError.
+_ADVICE: tuple[tuple[type[failures.RedisError], str], ...] = (
+    (failures.AuthenticationError, "the broker refused our credentials: check user and password in broker.url"),
+    (failures.NoPermissionError, "the broker forbids a command to our user: extend its ACL"),
+    (failures.OutOfMemoryError, "the broker is full: raise its maxmemory, or lower budget_bytes"),
+    (failures.ReadOnlyError, "the broker is a read-only replica: point broker.url at the primary"),
+    (failures.TimeoutError, "the broker did not answer in time: check that it runs and is reachable"),
+    (failures.ConnectionError, "the broker is unreachable: check broker.url and that the server runs"),
+)
+
+
+@contextmanager
+def translate() -> Iterator[None]:
+    """Raise what the network or the server does to us as BrokerError, saying what to do. Other errors pass."""
+    try:
+        yield
+    except failures.RedisError as error:
+        for kind, advice in _ADVICE:
+            if isinstance(error, kind):
+                raise BrokerError(f"{advice} ({error})") from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself. `run_id` changes with every start; `maxmemory_bytes` 0 is unlimited."""
+
+    kind: str  # "valkey" or "redis"
+    version: tuple[int, ...]
+    run_id: str
+    maxmemory_bytes: int
+    policy: str
+
+
+def margin_bytes(budget_bytes: int) -> int:
+    """Memory the server needs beyond the page budget: jobs, records, token logs, client buffers, and the one window
+    (at most an eighth of the budget) that each of two fenced-off writers may still have under way."""
+    return 64 * MIB + budget_bytes // 4
+
+
+def server_info(client: Redis) -> ServerInfo:
+    """Raises BrokerError. Uses INFO only: hosted servers often forbid CONFIG."""
+    with translate():
+        raw: dict[str, Any] = client.info()
+    kind = "valkey" if "valkey_version" in raw else "redis"
+    version = tuple(int(part) for part in re.findall(r"\d+", str(raw[f"{kind}_version"]))[:3])
+    return ServerInfo(kind, version, str(raw["run_id"]), int(raw["maxmemory"]), str(raw["maxmemory_policy"]))
+
+
+def require_ready(client: Redis, budget_bytes: int, value_bytes: int) -> ServerInfo:
+    """Check that the server can hold `budget_bytes` of pages, `value_bytes` each, and never drops one by itself.
+
+    Raises BrokerError (unreachable), BudgetTooSmallError, ConfigError (the server's version, policy or maxmemory).
+    """
+    if value_bytes > budget_bytes:
+        raise BudgetTooSmallError(budget_bytes, value_bytes)
+    info = server_info(client)
+    oldest = OLDEST_VALKEY if info.kind == "valkey" else OLDEST_REDIS
+    if info.version < oldest:
+        raise ConfigError(f"the broker is {info.kind} {_dotted(info.version)}: {_dotted(oldest)} or newer is needed")
+    if info.policy != NO_EVICTION:
+        raise ConfigError(
+            f"the broker's maxmemory-policy is {info.policy}: it would drop pages by itself; "
+            f"set `maxmemory-policy {NO_EVICTION}` in its configuration"
+        )
+    needed = budget_bytes + margin_bytes(budget_bytes)
+    if 0 < info.maxmemory_bytes < needed:
+        raise ConfigError(
+            f"the broker's maxmemory is {info.maxmemory_bytes} bytes; budget_bytes = {budget_bytes} needs {needed}: "
+            f"raise maxmemory or lower broker.budget_bytes"
+        )
+    return info
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

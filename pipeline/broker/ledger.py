@@ -1,0 +1,364 @@
+"""Ledger: the record of every live handoff, and the only place that moves its state.
+
+Each step is one script, a compare-and-set against `handoff.TRANSITIONS`; whoever loses a race reads the winner.
+Workers `enter` and `leave`; the last one out releases. Every record carries a TTL, should all cleanup fail.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from redis import Redis
+from redis.client import Pipeline
+
+from pipeline import contract as contracts
+from pipeline import request as requests
+from pipeline.broker import keys, stream
+from pipeline.broker.channel import ErrorInfo, TokenEntry
+from pipeline.broker.clock import BrokerClock
+from pipeline.broker.connect import translate
+from pipeline.broker.scripts import Scripts
+from pipeline.contract import Contract
+from pipeline.errors import HandoffCancelledError, StaleAttemptError
+from pipeline.handoff import TERMINAL, Event, IllegalTransitionError, State, sources
+from pipeline.request import Request
+from pipeline.settings import Settings
+
+Role = Literal["prefill", "decode"]
+Fields = Mapping[str, str | int | float]
+_RECENT_KEPT = 256
+_TOMBSTONE_MS = 30_000  # how long an ended record waits for an API that died
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One handoff as the ledger holds it. `fields` keeps marks (`at_*`, broker ms) and counters."""
+
+    handoff_id: str
+    state: State
+    request: Request
+    contract: Contract
+    route: dict[str, str | None]
+    policy: str
+    fields: dict[str, str]
+
+    def number(self, name: str) -> int:
+        return int(float(self.fields.get(name, 0)))
+
+    @property
+    def accept(self) -> Accept | None:
+        text = self.fields.get("accept")
+        return Accept(*map(int, text.split("."))) if text else None
+
+    def error(self, role: Role) -> ErrorInfo | None:
+        text = self.fields.get(f"{role}_error")
+        return ErrorInfo(**json.loads(text)) if text else None
+
+    def worker(self, role: Role) -> str | None:
+        return self.fields.get(f"{role}_worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """D's word to one attempt of P: these pages (from `first_page` on) are wanted."""
+
+    prefill_attempt: int
+    decode_attempt: int
+    first_page: int
+
+
+class Ledger:
+    """Bound to the control broker (`client`) and the page server (`pages`, the same by default)."""
+
+    def __init__(self, client: Redis, pages: Redis, clock: BrokerClock, settings: Settings) -> None:
+        self._client = client
+        self._pages = pages
+        self._clock = clock
+        self._settings = settings
+        self._scripts = Scripts(client)
+
+    @cached_property
+    def _ttl_ms(self) -> int:
+        return int(self._settings.broker.handoff_ttl_s * 1000)
+
+    # -- the API's side
+
+    def create(
+        self,
+        request: Request,
+        contract: Contract,
+        route: Mapping[str, str | None],
+        owner: str,
+        enqueue: Callable[[Pipeline], None],
+    ) -> None:
+        """Write the record and let `enqueue` queue every job of it, in one transaction: one global order."""
+        names = keys.HandoffKeys(request.handoff_id)
+        now = self._clock.now_ms()
+        record: dict[str, str | float] = {
+            "state": State.CREATED,
+            "request": requests.encode(request),
+            "contract": contracts.encode(contract),
+            "route": json.dumps(dict(route)),
+            "policy": self._settings.handoff.failure_policy,
+            "owner": owner,
+            "at_created": now,
+        }
+        with translate(), self._client.pipeline(transaction=True) as pipe:
+            pipe.hset(names.record, mapping=record)  # type: ignore[arg-type]
+            pipe.pexpire(names.record, self._ttl_ms)
+            pipe.zadd(keys.LIVE, {request.handoff_id: now})
+            enqueue(pipe)
+            pipe.execute()
+
+    def own(self, owner: str, ttl_s: float) -> None:
+        """The API process `owner` is alive for another `ttl_s`: nobody works for a dead one."""
+        with translate():
+            self._client.set(keys.owner(owner), "1", px=int(ttl_s * 1000))
+
+    def owned(self, record: Record) -> bool:
+        with translate():
+            return bool(self._client.exists(keys.owner(record.fields["owner"])))
+
+    def cancel(self, handoff_id: str, reason: str) -> State | None:
+        """Ask for the end. Returns the state that followed, the winner's if it had ended, None if unknown."""
+        status, state, idle = self._leave(
+            handoff_id, "", 0, transitions=_table(Event.CANCEL), publish="cancel", fields={"reason": reason}
+        )
+        if status == "ok" and idle and state in TERMINAL:
+            self.release(handoff_id)
+        return None if status == "gone" else state
+
+    def stop(self, handoff_id: str, tokens: int) -> bool:
+        """The API saw a stop string after `tokens` tokens: finished, later log entries do not count."""
+        return self._advance(handoff_id, None, 0, Event.FINISH, "stop", {"stop_tokens": tokens})[0] == "ok"
+
+    def forget(self, handoff_id: str) -> None:
+        """The API has read everything it wants of an ended handoff."""
+        self._bury(handoff_id, "forgotten", "released")
+
+    def trace(self, handoff_id: str) -> dict[str, Any] | None:
+        """Route, counts and marks of one handoff, no text; None when it is gone."""
+        record = self.load(handoff_id)
+        return trace(record) if record else None
+
+    def recent(self, count: int) -> list[dict[str, Any]]:
+        """Traces of handoffs that ended lately, newest first."""
+        with translate():
+            return [json.loads(t) for t in self._client.lrange(keys.RECENT, 0, count - 1)]
+
+    def live(self) -> list[str]:
+        """Ids of handoffs not yet released, oldest first."""
+        with translate():
+            ids: Any = self._client.zrange(keys.LIVE, 0, -1)
+        return [handoff_id.decode() for handoff_id in ids]
+
+    # -- the workers' side
+
+    def load(self, handoff_id: str) -> Record | None:
+        with translate():
+            raw: Any = self._client.hgetall(keys.HandoffKeys(handoff_id).record)
+        return _record(handoff_id, {k.decode(): v.decode() for k, v in raw.items()}) if raw else None
+
+    def enter(self, handoff_id: str, role: Role, worker: str) -> tuple[int, Record]:
+        """Begin one role; returns the attempt that fences it. Raises HandoffCancelledError: nothing is left to do."""
+        names = keys.HandoffKeys(handoff_id)
+        with translate():
+            status, *rest = self._scripts.run(
+                "enter", [names.record, names.events], [role, worker, _table(Event.START), self._clock.now_ms()]
+            )
+        if status != b"ok":
+            raise HandoffCancelledError(f"handoff {handoff_id} is {rest[0].decode() if rest else 'gone'}")
+        flat = [item.decode() for item in rest[1]]
+        record = _record(handoff_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+        return int(rest[0]), record
+
+    def advance(
+        self, handoff_id: str, role: Role, attempt: int, event: Event, fields: Fields | None = None, publish: str = ""
+    ) -> State:
+        """One transition. Raises StaleAttemptError, HandoffCancelledError (it has ended or is ending)."""
+        status, state = self._advance(handoff_id, role, attempt, event, publish, fields or {})
+        _require(handoff_id, status, state, event)
+        assert state is not None
+        return state
+
+    def accept(self, handoff_id: str, accept: Accept, fields: Fields) -> None:
+        """D has room: tell P which pages are wanted. Errors as `advance`."""
+        text = f"{accept.prefill_attempt}.{accept.decode_attempt}.{accept.first_page}"
+        self.advance(
+            handoff_id, "decode", accept.decode_attempt, Event.ACCEPT, {"accept": text, **fields}, publish="accept"
+        )
+
+    def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields) -> None:
+        """Marks and counters without a transition; a stale or ended handoff ignores them."""
+        self._run_advance(handoff_id, role, attempt, "", "", fields)
+
+    def emit(self, handoff_id: str, attempt: int, entry: TokenEntry, fields: Fields | None = None) -> State:
+        """Append tokens (and the terminal, when the entry has `finish`). Errors as `advance`."""
+        event = Event.FINISH if entry.finish else Event.EMIT
+        status, state = self._emit(handoff_id, str(attempt), entry, event, "", fields or {})
+        _require(handoff_id, status, state, event)
+        assert state is not None
+        return state
+
+    def fail(self, handoff_id: str, error: ErrorInfo, attempt: int | None = None) -> bool:
+        """End it with an error the client will see; True when this call was the one that ended it."""
+        entry = TokenEntry(seq=0, token_ids=(), error=error)
+        status, _ = self._emit(
+            handoff_id, "" if attempt is None else str(attempt), entry, Event.FAIL, "ended", {"error": error.code}
+        )
+        return status == "ok"
+
+    def leave(
+        self, handoff_id: str, role: Role, attempt: int, error: ErrorInfo | None = None, fields: Fields | None = None
+    ) -> None:
+        """This worker holds nothing of the handoff any more. The last one out releases what is left of it."""
+        status, state, idle = self._leave(
+            handoff_id,
+            role,
+            attempt,
+            error=json.dumps(asdict(error)) if error else "",
+            publish=f"{role}-left",
+            fields=fields or {},
+        )
+        if status == "ok" and idle and state in TERMINAL:
+            self.release(handoff_id)
+
+    def release(self, handoff_id: str) -> None:
+        """Give back credit, pages and stream of an ended handoff. Idempotent."""
+        with translate():
+            stream.release(self._pages, handoff_id)
+            record = self.load(handoff_id)
+            if record and self._client.zrem(keys.LIVE, handoff_id):
+                self._remember(record)
+            self._client.zrem(keys.LIVE, handoff_id)
+        self._bury(handoff_id, "released", "forgotten")
+
+    # -- scripts
+
+    def _remember(self, record: Record) -> None:
+        self._scripts.run("remember", [keys.RECENT], [json.dumps(trace(record)), _RECENT_KEPT, self._ttl_ms])
+
+    def _bury(self, handoff_id: str, mine: str, others: str) -> None:
+        names = keys.HandoffKeys(handoff_id)
+        with translate():
+            self._scripts.run("bury", [names.record, names.tokens], [mine, others, _TOMBSTONE_MS])
+
+    def _advance(
+        self, handoff_id: str, role: Role | None, attempt: int, event: Event, publish: str, fields: Fields
+    ) -> tuple[str, State | None]:
+        return self._run_advance(handoff_id, role, attempt, _table(event), publish, fields)
+
+    def _run_advance(
+        self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields
+    ) -> tuple[str, State | None]:
+        names = keys.HandoffKeys(handoff_id)
+        args = [role or "", attempt, table, publish, *_flat(fields)]
+        with translate():
+            return _answer(self._scripts.run("advance", [names.record, names.events], args))
+
+    def _emit(
+        self, handoff_id: str, attempt: str, entry: TokenEntry, event: Event, publish: str, fields: Fields
+    ) -> tuple[str, State | None]:
+        names = keys.HandoffKeys(handoff_id)
+        seq = "" if entry.error else entry.seq
+        args = [
+            attempt,
+            seq,
+            len(entry.token_ids),
+            entry.encode(),
+            _table(event),
+            self._ttl_ms,
+            publish or ("ended" if entry.finish else ""),
+            *_flat(fields),
+        ]
+        with translate():
+            return _answer(self._scripts.run("emit", [names.record, names.tokens, names.notify, names.events], args))
+
+    def _leave(
+        self,
+        handoff_id: str,
+        role: str,
+        attempt: int,
+        *,
+        error: str = "",
+        transitions: str = "",
+        publish: str,
+        fields: Fields,
+    ) -> tuple[str, State | None, bool]:
+        names = keys.HandoffKeys(handoff_id)
+        args = [
+            role,
+            attempt,
+            error,
+            transitions,
+            publish,
+            _table(Event.RELEASE),
+            _CANCELLED.encode(),
+            self._ttl_ms,
+            *_flat(fields),
+        ]
+        with translate():
+            answer = self._scripts.run("leave", [names.record, names.tokens, names.notify, names.events], args)
+        return (*_answer(answer[:2]), bool(answer[2]))
+
+
+_CANCELLED = TokenEntry(
+    seq=0, token_ids=(), error=ErrorInfo("cancelled", "the request was cancelled", retryable=False, http_status=499)
+)
+
+
+def _table(event: Event) -> str:
+    return ",".join(f"{a}:{b}" for a, b in sources(event).items())
+
+
+def _flat(fields: Fields) -> list[str | int | float]:
+    return [item for pair in fields.items() for item in pair]
+
+
+def _answer(raw: list[bytes]) -> tuple[str, State | None]:
+    return raw[0].decode(), State(raw[1].decode()) if raw[1] else None
+
+
+def _require(handoff_id: str, status: str, state: State | None, event: Event) -> None:
+    if status == "ok":
+        return
+    if status == "stale":
+        raise StaleAttemptError(f"handoff {handoff_id} is in the hands of a newer attempt")
+    if state is None or state in TERMINAL or state in (State.CANCELLING, State.DRAINING):
+        raise HandoffCancelledError(f"handoff {handoff_id} is {state or 'gone'}")
+    raise IllegalTransitionError(state, event)
+
+
+def _record(handoff_id: str, raw: dict[str, str]) -> Record:
+    return Record(
+        handoff_id=handoff_id,
+        state=State(raw["state"]),
+        request=requests.decode(raw["request"]),
+        contract=contracts.decode(raw["contract"]),
+        route=json.loads(raw["route"]),
+        policy=raw["policy"],
+        fields={k: v for k, v in raw.items() if k not in ("state", "request", "contract", "route", "policy")},
+    )
+
+
+def trace(record: Record) -> dict[str, Any]:
+    """What may be shown of a handoff, no text. `marks_ms` count from its creation, by the broker's clock."""
+    start = float(record.fields.get("at_created", 0.0))
+    stamps = {k[3:]: float(v) for k, v in record.fields.items() if k.startswith("at_")}
+    marks = {name: round(at - start, 3) for name, at in stamps.items()}
+    counts = {k: record.number(k) for k in ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")}
+    return {
+        "handoff_id": record.handoff_id,
+        "state": record.state.value,
+        "route": record.route,
+        "prompt_tokens": len(record.request.token_ids),
+        **counts,
+        "attempts": {role: record.number(f"{role}_attempt") for role in ("prefill", "decode")},
+        "recomputed": record.fields.get("recomputed"),
+        "error": record.fields.get("error"),
+        "marks_ms": dict(sorted(marks.items(), key=lambda item: item[1])),
+    }

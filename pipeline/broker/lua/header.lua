@@ -1,0 +1,33 @@
+#!lua flags=allow-oom
+-- Append one frame header under its own id, so that a second time is no second entry; true up its credit to what
+-- the codec left. COMMIT and ABORT must pass at maxmemory: allow-oom.
+-- KEYS, ARGV 1-8 as budget.lua
+-- ARGV 9 attempts, 10 entry id "attempt-sequence", 11 header, 12 payload bytes (0: no payload), 13 credit field, 14 handoff ttl ms
+-- returns "ok" | "missing" (its payload is not there) | "gone" | "stale"
+--@include budget
+local id, stream, bytes = ARGV[1], of(ARGV[1], STREAM_OF), tonumber(ARGV[12])
+local status = fenced(id, ARGV[9])
+if status ~= 'ok' then return status end
+local major, minor = string.match(ARGV[10], '(%d+)-(%d+)')
+if redis.call('EXISTS', stream) == 1 then
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for at = 1, #info, 2 do
+    if info[at] == 'last-generated-id' then
+      local last_major, last_minor = string.match(info[at + 1], '(%d+)-(%d+)')
+      if last_major == major and tonumber(last_minor) >= tonumber(minor) then return 'ok' end
+    end
+  end
+end
+if bytes > 0 then
+  if redis.call('STRLEN', of(id, PAYLOAD_OF) .. ARGV[13]) ~= bytes then return 'missing' end
+  local held = number(redis.call('HGET', of(id, CREDITS_OF), ARGV[13]))
+  if bytes < held then
+    redis.call('HSET', of(id, CREDITS_OF), ARGV[13], ARGV[12])
+    set_total(total() - held + bytes)
+    add_held(id, bytes - held)
+    wake_line()
+  end
+end
+redis.call('XADD', stream, ARGV[10], 'h', ARGV[11])
+redis.call('PEXPIRE', stream, ARGV[14])
+return 'ok'

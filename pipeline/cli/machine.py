@@ -1,0 +1,77 @@
+"""Machine: the set-up of one computer when no file describes it. Which engines are here decides.
+
+Two engines give both directions; one alone serves as P and as D in two processes, so pages still cross the broker.
+Nothing is imported to find out: an engine lives in an environment of its own and is looked for in its files.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+from pipeline.settings import Settings, WorkerSettings
+
+MODEL = Path("models/smollm2-135m")
+VLLM_ENVIRONMENT = Path(".venv-vllm")
+MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # engine -> the package whose folder proves that it is installed
+
+
+def describe(model: Path, root: Path, prefix: Path, platform: str) -> Settings:
+    """Workers for the engines found under `root` (the working directory) and in environment `prefix`. ConfigError."""
+    if not (model / "config.json").exists():
+        raise ConfigError(f"no checkpoint in {model}: `crossfill model smollm2` writes the sample one, or pass --model")
+    workers = _workers(engines(root, prefix, platform), model)
+    return Settings.model_validate({"api": {"model": model}, "workers": workers})
+
+
+def engines(root: Path, prefix: Path, platform: str) -> dict[str, Path]:
+    """Engine -> interpreter of its environment. Where one engine is alone, `reference` is the other; MLX on a Mac
+    needs no such help."""
+    found: dict[str, Path] = {}
+    for engine, environment in (("vllm", root / VLLM_ENVIRONMENT), ("vllm", prefix), ("mlx", prefix)):
+        if engine not in found and _holds(environment, MODULES[engine]):
+            found[engine] = _python(environment)
+    if len(found) < 2 and not (platform == "darwin" and "mlx" in found):
+        found["reference"] = _python(prefix)
+    return found
+
+
+def _holds(environment: Path, module: str) -> bool:
+    return any(environment.glob(f"lib/python3*/site-packages/{module}/__init__.py"))
+
+
+def _python(environment: Path) -> Path:
+    return environment / "bin" / "python"
+
+
+def _workers(found: dict[str, Path], model: Path) -> list[dict[str, Any]]:
+    if len(found) > 1:
+        return [_worker(engine, engine, python, model) for engine, python in found.items()]
+    engine, python = next(iter(found.items()))
+    return [_worker(f"{engine}-{role}", engine, python, model) | {"role": role} for role in ("prefill", "decode")]
+
+
+def _worker(name: str, engine: str, python: Path, model: Path) -> dict[str, Any]:
+    return {"name": name, "engine": engine, "model": model, "python": python}
+
+
+def environment(worker: WorkerSettings, platform: str) -> dict[str, str]:
+    """Variables that make `worker` run well on a small machine; its own `env` settings win."""
+    values = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if platform == "linux":
+        # Threads of two engines on the same few cores fight: a 576x1536 linear went from 0.2 to 11-19 ms.
+        values |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if worker.engine == "vllm":
+        values |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    if worker.engine == "mlx" and platform == "linux" and (shim := _blas(worker.python)):
+        values["LD_PRELOAD"] = str(shim)
+    return values | worker.env
+
+
+def _blas(python: Path | None) -> Path | None:
+    """The BLAS shim that `ops/cpu/build_blas_shim.py` put into the environment of `python`, if it is there."""
+    prefix = python.parent.parent if python else Path(sys.prefix)  # unresolved: a venv's python is a link
+    shim = (prefix / "lib" / "crossfill_blas.so").absolute()
+    return shim if shim.exists() else None

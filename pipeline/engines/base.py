@@ -1,0 +1,135 @@
+"""What an engine is to the rest of Crossfill: two roles, shaped by pages, not by an engine's own call sites.
+
+Everything blocks and is called from the thread of one job; an engine runs its steps on its own thread and never
+waits for a job. `close()` of whatever a role returned is idempotent, may come from any thread, wakes every
+waiting call (they raise HandoffCancelledError), drains running copies, and only then frees blocks.
+Engines know neither broker nor frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pipeline.contract import Contract
+from pipeline.page import Page
+from pipeline.request import Request
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the two roles may be asked. `max_running`: requests one engine steps at once."""
+
+    can_prefill: bool = True  # this engine can compute a prompt by itself (SGLang in decode mode cannot)
+    needs_first_token: bool = False  # decode imports the whole prompt's KV and continues P's first token
+    max_running: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges that are zero (or `baseline` for free blocks) when nothing runs, and two counters that only grow."""
+
+    running: int = 0  # requests inside the engine, both roles
+    held_pages: int = 0  # pages kept for export or import of live requests
+    cached_pages: int = 0  # prefix cache; may be non-zero at rest
+    free_pages: int = 0  # what a new request could use
+    prompt_tokens_computed: int = 0  # counter: prompt tokens this engine ran through the model
+    tokens_sampled: int = 0  # counter
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStep:
+    """Token ids of one engine step for one request, in order; `finish` is set on the last one only."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+
+
+class Prefill(Protocol):
+    """One prompt being computed. Pages become ready in order, while later chunks still compute."""
+
+    def wait_ready(self, index: int, timeout_s: float) -> bool:
+        """True once page `index` may be read; False after `timeout_s`. Raises EngineError, HandoffCancelledError."""
+        ...
+
+    def read(self, index: int) -> Page:
+        """Copy page `index` out (a fresh array); its tokens are min(64, transfer_tokens - 64 * index).
+
+        The blocks of a page stay held until it was read or passed over by `skip_to`, or the prefill is closed.
+        Waits again when a preemption made the page un-ready.
+        """
+        ...
+
+    def skip_to(self, index: int) -> None:
+        """Pages before `index` will never be read: the decode engine holds them."""
+        ...
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """P's own first token for engines that need it; empty for all others. Valid once the last page is ready."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """The whole prompt has been computed (pages may still wait to be read)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Admission(Protocol):
+    """Room for one prompt inside a decode engine, and the decoding that follows."""
+
+    @property
+    def held_pages(self) -> int:
+        """Leading pages that the engine already holds and has pinned for this request."""
+        ...
+
+    def import_page(self, page: Page) -> None:
+        """Copy a verified page in. In order, from `held_pages` on. Raises EngineError, HandoffCancelledError."""
+        ...
+
+    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+        """Every page is there: join the running batch and yield steps until one has `finish`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PrefillEngine(Protocol):
+    def prefill(self, request: Request) -> Prefill:
+        """Queue the prompt for compute and return at once."""
+        ...
+
+
+class DecodeEngine(Protocol):
+    def admit(self, request: Request, *, local: bool = False, timeout_s: float = 60.0) -> Admission:
+        """Reserve room, blocking up to `timeout_s` (then DeadlineError).
+
+        `local`: nothing will be imported, the engine computes what it does not hold itself.
+        """
+        ...
+
+
+class Engine(PrefillEngine, DecodeEngine, Protocol):
+    """Both roles beside one loaded model. Constructing it loads the model; `close` ends its thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def contract(self) -> Contract: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes (tests, and operators after a suspected fault). Live requests keep their pages."""
+        ...
+
+    def close(self) -> None: ...

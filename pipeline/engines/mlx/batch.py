@@ -1,0 +1,162 @@
+"""Batch: the requests that decode, one token each per step, in one left-padded batch of mlx-lm.
+
+Belongs to the engine thread; a Row is where a request's tokens cross to the thread of its job. While nothing else
+waits for the device, the next step is under way before the last one is read ("ahead"), which hides Python behind
+a GPU; it is read first when a request joins, so that all rows are always at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+
+from pipeline.engines.base import FinishReason, TokenStep
+from pipeline.engines.mlx import cache as kv
+from pipeline.engines.mlx.lm import BatchKVCache
+from pipeline.engines.mlx.model import Model
+from pipeline.engines.mlx.sampler import Sampler, draw
+from pipeline.errors import CrossfillError, HandoffCancelledError
+from pipeline.request import Request
+
+_TRIM_STEPS = 512  # MLX keeps freed buffers of every size it has seen: hand them back from time to time
+
+
+class Row:
+    """One request that decodes. `limit`: its max_tokens, or less where the context window ends before."""
+
+    def __init__(self, request: Request, sampler: Sampler, limit: int) -> None:
+        self.prompt_tokens = len(request.token_ids)
+        self.last_token = request.token_ids[-1]
+        self.sampler = sampler
+        self.limit = limit
+        self.drawn = 0  # sampled, perhaps not emitted yet
+        self._emitted = 0
+        self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        self._steps: SimpleQueue[TokenStep | CrossfillError] = SimpleQueue()
+        self._failure: CrossfillError | None = None
+
+    @property
+    def position(self) -> int:
+        """Where the next token to draw will stand."""
+        return self.prompt_tokens + self.drawn
+
+    def push(self, token: int) -> bool:
+        """Emit one token; True when it was the last. Engine thread."""
+        self._emitted += 1
+        finish: FinishReason | None = None
+        if token in self._stop_token_ids:
+            finish = "stop"
+        elif self._emitted == self.limit:
+            finish = "length"
+        self._steps.put(TokenStep((token,), finish))
+        return finish is not None
+
+    def fail(self, error: CrossfillError) -> None:
+        """Wake the reader with `error`, ahead of steps it has not read. Any thread."""
+        self._failure = self._failure or error
+        self._steps.put(error)
+
+    def cancel(self) -> None:
+        self.fail(HandoffCancelledError("the request was closed"))
+
+    def steps(self) -> Iterator[TokenStep]:
+        """The steps up to the one with `finish`. Raises what `fail` was given."""
+        while True:
+            step = self._steps.get()
+            if self._failure is not None:
+                raise self._failure
+            assert isinstance(step, TokenStep)
+            yield step
+            if step.finish:
+                return
+
+
+class Batch:
+    """Rows that step together."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: list[Row] = []
+        self._caches: list[Any] = []
+        self._inputs: Any = None  # (rows,): the token each row is fed next
+        self._drawn: Any = None  # (rows,): under way, not read yet
+
+    def join(self, row: Row, caches: Sequence[Any]) -> int:
+        """Add a row whose `caches` hold all of its prompt but the last token.
+
+        Returns the tokens emitted. Raises EngineError when the caches do not fit.
+        """
+        kv.require_fits(self._model, caches, row.prompt_tokens - 1)
+        emitted = self._read() if self._drawn is not None else 0
+        batched = [_batched(one) for one in caches]
+        first = mx.array([row.last_token])
+        if self.rows:
+            for ours, theirs in zip(self._caches, batched, strict=True):
+                ours.extend(theirs)
+            self._inputs = mx.concatenate([self._inputs, first])
+        else:
+            self._caches, self._inputs = batched, first
+        self.rows.append(row)
+        return emitted
+
+    def leave(self, row: Row) -> None:
+        """Take a row out, wherever it is. Idempotent."""
+        if row in self.rows:
+            self._keep([at for at, one in enumerate(self.rows) if one is not row])
+
+    def step(self, *, ahead: bool) -> int:
+        """Every row gets its next token; returns how many were emitted. Needs at least one row."""
+        if self._drawn is None:
+            self._drawn = self._forward(self._inputs)
+        # Where a row has drawn its last token the next step would be computed for nothing.
+        more = ahead and all(row.drawn < row.limit for row in self.rows)
+        emitted = self._read(self._forward(self._drawn) if more else None)
+        self._steps += 1
+        if self._steps % _TRIM_STEPS == 0:
+            mx.clear_cache()
+        return emitted
+
+    def _forward(self, inputs: Any) -> Any:
+        logits = self._model.module(inputs[:, None], cache=self._caches)[:, -1, :]
+        drawn = draw([row.sampler for row in self.rows], [row.position for row in self.rows], logits)
+        for row in self.rows:
+            row.drawn += 1
+        mx.async_eval(drawn)
+        return drawn
+
+    def _read(self, following: Any = None) -> int:
+        tokens = self._drawn.tolist()
+        self._inputs, self._drawn = self._drawn, following
+        staying = [at for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True)) if not row.push(token)]
+        if len(staying) < len(tokens):
+            self._keep(staying)
+        return len(tokens)
+
+    def _keep(self, staying: list[int]) -> None:
+        if not staying:
+            self.clear()
+            mx.clear_cache()
+            return
+        self.rows = [self.rows[at] for at in staying]
+        for one in self._caches:
+            one.filter(staying)
+        chosen = mx.array(staying)
+        self._inputs = self._inputs[chosen]
+        self._drawn = None if self._drawn is None else self._drawn[chosen]
+
+
+def _batched(one: Any) -> Any:
+    """A batch of the one cache, around the same arrays: `KVCache.merge` would copy them and drop the spare room."""
+    batched = BatchKVCache([0])
+    if one.offset:
+        batched.keys, batched.values = one.keys, one.values
+        batched.offset = mx.array([one.offset])
+        batched._idx = one.offset
+    return batched

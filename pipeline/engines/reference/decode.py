@@ -1,0 +1,142 @@
+"""DecodeRun: one prompt whose pages come in from outside, or are computed here, and the tokens that follow it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipeline.engines.base import FinishReason, TokenStep
+from pipeline.engines.reference.model import KvCache
+from pipeline.engines.reference.run import Host, Run
+from pipeline.engines.reference.sampler import sample
+from pipeline.errors import EngineError, HandoffCancelledError
+from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens
+from pipeline.request import Request
+
+
+class DecodeRun(Run):
+    """Implements `engines.base.Admission`. `limit`: tokens that may be sampled; `seed`: of this request's draws."""
+
+    seats = 1
+
+    def __init__(self, host: Host, request: Request, *, local: bool, limit: int, seed: int) -> None:
+        super().__init__(host, request, len(request.token_ids) + limit)
+        self._local = local
+        self._limit = limit
+        self._seed = seed
+        self._held_pages = 0
+        self._joined = False
+        self._closed = False
+        self._steps: deque[TokenStep] = deque()
+
+    @property
+    def held_pages(self) -> int:
+        return self._held_pages
+
+    @property
+    def waiting_pages(self) -> int:
+        return 0 if self._joined else page_count(self.present_tokens)
+
+    @property
+    def wants_chunk(self) -> bool:
+        return self._joined and super().wants_chunk
+
+    @property
+    def wants_token(self) -> bool:
+        return self._joined and not self.ended and self.present_tokens >= self.body_tokens
+
+    def begin(self) -> None:
+        super().begin()
+        self._held_pages = self.present_tokens // PAGE_TOKENS
+
+    def import_page(self, page: Page) -> None:
+        with self.using() as cache:
+            self._require_next(page)
+            cache.append_page(page.data, page.tokens)
+            with self.host.condition:
+                self.present_tokens = cache.tokens
+
+    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+        """`first_tokens` are not used: this engine computes the last prompt token and samples all tokens itself."""
+        with self.using() as cache:
+            self._require_whole()
+            self.store_pages(cache)  # only now: what is stored is found by others, so it must be committed
+            with self.host.condition:
+                self._joined = True
+        return self._emit()
+
+    def close(self) -> None:
+        with self.host.condition:
+            self._closed = True
+        super().close()
+
+    def step(self) -> None:
+        """The next chunk of a prompt computed here, else the next token."""
+        if self.wants_chunk:
+            super().step()
+            return
+        with self.using() as cache:
+            token = self._next_token(cache)
+            with self.host.condition:
+                self._append(token)
+                if self.ended:
+                    self.store_pages(cache)
+
+    def _next_token(self, cache: KvCache) -> int:
+        logits = self.host.model.logits(self.tokens[-1:], cache)
+        if not np.isfinite(logits).all():
+            raise EngineError(f"the logits of handoff {self.request.handoff_id} hold NaN or Inf: its KV is not sound")
+        return sample(logits, self.request.sampling, self._seed, len(self.tokens))
+
+    def _append(self, token: int) -> None:
+        self.host.prompt_tokens_computed += len(self.tokens) == len(self.request.token_ids)
+        self.host.tokens_sampled += 1
+        self.tokens.append(token)
+        finish = self._finish(token)
+        self._steps.append(TokenStep((token,), finish))
+        if finish:
+            self.ended = True  # `using` gives everything back when it is left
+        self.host.condition.notify_all()
+
+    def _finish(self, token: int) -> FinishReason | None:
+        if token in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) - len(self.request.token_ids) >= self._limit else None
+
+    def _emit(self) -> Iterator[TokenStep]:
+        finish = None
+        while finish is None:
+            with self.host.condition:
+                self.host.condition.wait_for(lambda: self.ended or self._steps)
+                if self._closed:
+                    raise HandoffCancelledError(f"handoff {self.request.handoff_id} was closed")
+                if not self._steps:
+                    self.require_live()
+                step = self._steps.popleft()
+            finish = step.finish
+            yield step
+
+    def _require_next(self, page: Page) -> None:
+        if self._local or self._joined:
+            raise EngineError("a page was imported into a request that is computed here, or decodes already")
+        index = page_count(self.present_tokens)
+        tokens = page_tokens(index, self.body_tokens)
+        if tokens <= 0 or (page.index, page.tokens) != (index, tokens):
+            raise EngineError(
+                f"page {page.index} with {page.tokens} tokens was imported where page {index} of "
+                f"{page_count(self.body_tokens)} with {max(tokens, 0)} tokens must follow"
+            )
+        if page.data.shape != self.host.model.shape.array or page.data.dtype != np.float16:
+            raise EngineError(
+                f"page {page.index} is {page.data.dtype} {page.data.shape}, not float16 {self.host.model.shape.array}"
+            )
+
+    def _require_whole(self) -> None:
+        if self._joined:
+            raise EngineError("decode was called twice for one admission")
+        if not self._local and self.present_tokens < self.body_tokens:
+            raise EngineError(
+                f"decode was called with {page_count(self.present_tokens)} of {page_count(self.body_tokens)} pages"
+            )

@@ -1,0 +1,33 @@
+"""Room: how many pages of KV and how many decode seats the engine has to give. Pure counting, guarded by its owner."""
+
+from __future__ import annotations
+
+from pipeline.errors import EngineError
+
+
+class Room:
+    """`pages` of KV for both roles together; `seats` for decode requests admitted at once."""
+
+    def __init__(self, pages: int, seats: int) -> None:
+        self.pages = pages
+        self.free_pages = pages
+        self.free_seats = seats
+
+    def require_possible(self, pages: int) -> None:
+        """Raise EngineError when not even an idle engine could hold `pages`."""
+        if pages > self.pages:
+            raise EngineError(
+                f"the request needs {pages} pages of KV and the engine has {self.pages} in all: raise kv_cache_bytes, "
+                f"or send a shorter prompt or a smaller max_tokens"
+            )
+
+    def can_take(self, pages: int, seats: int) -> bool:
+        return pages <= self.free_pages and seats <= self.free_seats
+
+    def take(self, pages: int, seats: int) -> None:
+        self.free_pages -= pages
+        self.free_seats -= seats
+
+    def give(self, pages: int, seats: int) -> None:
+        self.free_pages += pages
+        self.free_seats += seats

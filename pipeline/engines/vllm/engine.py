@@ -1,0 +1,181 @@
+"""VllmEngine: both roles of `engines/base.py` on vLLM's in-process `LLMEngine` (vLLM 0.32, CPU).
+
+The engine's thread (`loop`) steps vLLM; `connector` marks pages from inside a step; `Export` and `Intake` are what jobs
+hold. vLLM keeps process-wide state, so there is one engine per process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import read_contract
+from pipeline.contract import Contract
+from pipeline.contract import encode as encode_contract
+from pipeline.engines.base import Capabilities, EngineStats
+from pipeline.engines.vllm.blocks import verify_layout
+from pipeline.engines.vllm.exchange import Exchange, Ticket, register, unregister
+from pipeline.engines.vllm.export import Export
+from pipeline.engines.vllm.intake import Intake
+from pipeline.engines.vllm.loop import EngineLoop
+from pipeline.errors import ConfigError, CrossfillError, DeadlineError, EngineError
+from pipeline.page import PAGE_TOKENS
+from pipeline.request import Request
+from pipeline.settings import EngineSettings
+
+# vLLM reads these when the engine is built. An operator's own values win.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers on one host would all be pinned to its first cores
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class VllmEngine:
+    """Loads the checkpoint directory; blocks until vLLM is ready (10 to 60 s).
+
+    Raises ConfigError: not a CPU build of vLLM, an unknown block layout, a second engine in this process, a model that
+    vLLM cannot load, a pool too small for one page.
+    """
+
+    name = "vllm"
+
+    def __init__(self, checkpoint: Path, settings: EngineSettings) -> None:
+        self._contract = read_contract(checkpoint, context_length=settings.context_length)
+        self._settings = settings
+        self._blocks = settings.kv_cache_bytes // self._contract.page_shape.page_bytes
+        if self._blocks < 1:
+            raise ConfigError(
+                f"kv_cache_bytes = {settings.kv_cache_bytes} holds no page of {self._contract.page_shape.page_bytes} bytes"
+            )
+        self._limit = min(self._contract.context_length, self._blocks * PAGE_TOKENS)
+        self._keys = itertools.count(1)
+        self._exchange = Exchange()
+        register(self._exchange)
+        try:
+            self._loop = EngineLoop(lambda: self._build(checkpoint), self._exchange, held_pages=settings.held_pages)
+        except BaseException:
+            unregister(self._exchange)
+            raise
+
+    @property
+    def contract(self) -> Contract:
+        return self._contract
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(can_prefill=True, needs_first_token=False, max_running=self._settings.max_running)
+
+    @property
+    def failure(self) -> CrossfillError | None:
+        """What ended the engine, if it has ended: a worker whose engine is dead must give up its lease."""
+        return self._exchange.ended
+
+    def prefill(self, request: Request) -> Export:
+        """Raises EngineError at once for a prompt that can never fit, or when the engine is dead."""
+        self._require_fit(request)
+        export = Export(self._key("p", request), request, self._exchange)
+        self._loop.submit(export)
+        return export
+
+    def admit(self, request: Request, *, local: bool = False, timeout_s: float = 60.0) -> Intake:
+        """Raises DeadlineError when vLLM found no room in time, EngineError for a prompt that can never fit."""
+        self._require_fit(request)
+        intake = Intake(self._key("d", request), request, self._exchange, local=local)
+        self._loop.submit(intake)
+        try:
+            admitted = intake.wait_admitted(timeout_s)
+        except BaseException:
+            intake.close()
+            raise
+        if not admitted:
+            intake.close()
+            raise DeadlineError(f"vLLM had no room for {len(request.token_ids)} prompt tokens within {timeout_s} s")
+        return intake
+
+    def stats(self) -> EngineStats:
+        """Free pages are 0 once the engine is dead."""
+        tickets = self._loop.tickets
+        pool = self._loop.block_pool
+        return EngineStats(
+            running=len(tickets),
+            held_pages=sum(_held_pages(ticket) for ticket in tickets),
+            cached_pages=len(pool.cached_block_hash_to_block),
+            free_pages=pool.get_num_free_blocks() if self._loop.alive else 0,
+            prompt_tokens_computed=self._exchange.prompt_tokens_computed,
+            tokens_sampled=self._loop.tokens_sampled,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        self._loop.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._loop.close()
+        unregister(self._exchange)
+
+    def _key(self, role: str, request: Request) -> str:
+        return f"{role}{next(self._keys)}-{request.handoff_id}"
+
+    def _require_fit(self, request: Request) -> None:
+        tokens = len(request.token_ids)
+        if tokens >= self._limit:  # one place is for the first token
+            setting = "context_length" if self._limit == self._contract.context_length else "kv_cache_bytes"
+            raise EngineError(
+                f"a prompt of {tokens} tokens can never run here: {setting} allows {self._limit - 1}, raise it"
+            )
+        if not all(0 <= token < self._contract.vocab_size for token in request.token_ids):
+            raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
+
+    def _build(self, checkpoint: Path) -> Any:
+        """The LLMEngine, on the engine's thread."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step must happen in this process, the connector with it
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if not current_platform.is_cpu():
+            raise ConfigError("this vLLM runs on a device whose copies are asynchronous: only the CPU build is supported")
+        current_platform.import_kernels()
+        verify_layout(self._contract.page_shape)
+        return LLMEngine.from_engine_args(self._engine_args(checkpoint))
+
+    def _engine_args(self, checkpoint: Path) -> Any:
+        from vllm import EngineArgs
+        from vllm.config import KVTransferConfig
+
+        settings, blocks = self._settings, self._blocks + 1  # vLLM keeps one block back as its null block
+        return EngineArgs(
+            model=str(checkpoint),
+            dtype="float16",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            enforce_eager=True,
+            seed=0,
+            block_size=PAGE_TOKENS,
+            max_model_len=self._limit,
+            max_num_seqs=settings.max_running,
+            max_num_batched_tokens=max(settings.chunk_tokens, settings.max_running),
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=blocks,
+            kv_cache_memory_bytes=blocks * self._contract.page_shape.page_bytes,
+            disable_hybrid_kv_cache_manager=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+            logits_processors=["pipeline.engines.vllm.sampling:SeededDraw"],
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="PageConnector",
+                kv_connector_module_path="pipeline.engines.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="fail",
+                kv_connector_extra_config={"exchange": self._exchange.id, "contract": encode_contract(self._contract)},
+            ),
+        )
+
+
+def _held_pages(ticket: Ticket) -> int:
+    return ticket.held_pages if isinstance(ticket, Export) else ticket.pages if isinstance(ticket, Intake) else 0

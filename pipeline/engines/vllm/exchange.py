@@ -1,0 +1,225 @@
+"""Exchange: what the adapter, the engine thread and the connector of one engine share, all in one process.
+
+vLLM constructs the connector itself from a module path and a JSON config, so an object cannot be handed in: the config
+carries an id, and `find` looks the exchange up in the one module-level registry of this package. There is no other
+global state.
+
+Threads: jobs call the public methods of tickets; the engine thread calls everything else, also through the connector.
+Locks: a ticket's condition may be held while taking the exchange's, never the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from pipeline.engines.vllm.blocks import BlockPages
+from pipeline.errors import ConfigError, CrossfillError, EngineError, HandoffCancelledError
+from pipeline.request import Request
+
+
+class Ticket:
+    """One request inside the engine. `key` names it for vLLM, unique per call: attempts of a handoff never mix.
+
+    `gone` is the end: vLLM holds neither the request nor a block of it any more.
+    """
+
+    def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
+        self.key = key
+        self.request = request
+        self.changed = threading.Condition()
+        self._exchange = exchange
+        self._copying = 0  # page copies running right now, on the threads of jobs
+        self._closed = False
+        self._gone = False
+        self._error: CrossfillError | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def gone(self) -> bool:
+        return self._gone
+
+    @property
+    def released(self) -> bool:
+        """No copy runs and none will ever begin."""
+        return self._closed and not self._copying
+
+    def close(self) -> None:
+        """Wake every waiting call, drain running copies, then have the engine thread abort and free. Idempotent.
+
+        Returns once vLLM has freed the blocks (about one engine step), or at once when the engine is dead.
+        """
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._copying)
+            if self._gone:
+                return
+        try:
+            self._exchange.post(Abort(self))
+        except CrossfillError:  # the engine has ended, and with it every block
+            self.vanish()
+        with self.changed:
+            self.changed.wait_for(lambda: self._gone)
+
+    def fail(self, error: CrossfillError) -> None:
+        """Every waiting and later call raises `error`."""
+        with self.changed:
+            self._error = self._error or error
+            self.changed.notify_all()
+
+    def vanish(self) -> None:
+        """Engine thread: vLLM has let go of the request."""
+        with self.changed:
+            self._gone = True
+            self.changed.notify_all()
+
+    def _require_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise HandoffCancelledError(f"handoff {self.request.handoff_id} was closed")
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Caller holds `changed`. False after the timeout; raises what ended the ticket."""
+        done = self.changed.wait_for(lambda: bool(self._error) or self._closed or ready(), timeout_s)
+        self._require_alive()
+        return done
+
+    def _begin_copy(self) -> BlockPages:
+        """Caller holds `changed`."""
+        self._copying += 1
+        return self._exchange.pages
+
+    def _end_copy(self) -> None:
+        with self.changed:
+            self._copying -= 1
+            self.changed.notify_all()
+
+
+class Submit(NamedTuple):
+    ticket: Ticket
+
+
+class Abort(NamedTuple):
+    ticket: Ticket
+
+
+class Reset(NamedTuple):
+    """Forget vLLM's prefix cache; `done` is set afterwards."""
+
+    done: threading.Event
+
+
+class Stop(NamedTuple):
+    """End the engine thread."""
+
+
+Command: TypeAlias = Submit | Abort | Reset | Stop
+
+
+class Exchange:
+    """The meeting point of one engine. `pages` is set once vLLM has allocated its KV tensors."""
+
+    def __init__(self) -> None:
+        self.id = f"crossfill-{next(_IDS)}"
+        self.by_key: dict[str, Ticket] = {}  # engine thread only; tickets that vLLM knows
+        self.by_engine_id: dict[str, Ticket] = {}  # the same under vLLM's own, suffixed request ids
+        self.prompt_tokens_computed = 0
+        self.progress = False  # the last step ran the model or moved a request on: step again without waiting
+        self.held: dict[str, Ticket] = {}  # by vLLM's id: finished, but blocks are kept until `released`
+        self._pages: BlockPages | None = None
+        self._changed = threading.Condition()
+        self._woken = False
+        self._inbox: list[Command] = []
+        self._ended: CrossfillError | None = None
+        self._received: set[str] = set()
+
+    @property
+    def pages(self) -> BlockPages:
+        if self._pages is None:
+            raise EngineError("vLLM has not allocated its KV blocks yet")
+        return self._pages
+
+    @pages.setter
+    def pages(self, pages: BlockPages) -> None:
+        self._pages = pages
+
+    def post(self, command: Command) -> None:
+        """Hand a command to the engine thread. Raises what ended the engine once it has ended."""
+        with self._changed:
+            if self._ended is not None:
+                raise self._ended
+            self._inbox.append(command)
+        self.wake()
+
+    def take(self) -> list[Command]:
+        with self._changed:
+            commands, self._inbox = self._inbox, []
+        return commands
+
+    def end(self, error: CrossfillError) -> list[Command]:
+        """From now on `post` raises `error`; the commands that nobody will carry out any more."""
+        with self._changed:
+            self._ended = self._ended or error
+        return self.take()
+
+    @property
+    def ended(self) -> CrossfillError | None:
+        return self._ended
+
+    def wake(self) -> None:
+        """End the engine thread's idle wait: a command came, a page was read or received."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Engine thread: sleep until `wake`, at most `timeout_s`. A wake since the last wait returns at once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._woken, timeout_s)
+            self._woken = False
+
+    def take_sent(self) -> set[str]:
+        """Engine thread: held requests whose blocks vLLM may free now. Names each once, and only held ones."""
+        sent = {engine_id for engine_id, ticket in self.held.items() if ticket.released}
+        for engine_id in sent:
+            del self.held[engine_id]
+        return sent
+
+    def receive(self, engine_id: str) -> None:
+        """All pages of a loading request are in its blocks, or never will be: vLLM may go on with it."""
+        with self._changed:
+            self._received.add(engine_id)
+        self.wake()
+
+    def take_received(self) -> set[str]:
+        with self._changed:
+            received, self._received = self._received, set()
+        return received
+
+
+_IDS = itertools.count(1)
+_EXCHANGES: dict[str, Exchange] = {}
+
+
+def register(exchange: Exchange) -> None:
+    """Make `exchange` findable. vLLM keeps the connector and the forward context in process globals, so a second
+    engine in one process would get the first one's pages: ConfigError.
+    """
+    if _EXCHANGES:
+        raise ConfigError("vLLM allows one engine per process: close the other one first, or start another worker")
+    _EXCHANGES[exchange.id] = exchange
+
+
+def find(exchange_id: str) -> Exchange:
+    return _EXCHANGES[exchange_id]
+
+
+def unregister(exchange: Exchange) -> None:
+    _EXCHANGES.pop(exchange.id, None)

@@ -1,0 +1,101 @@
+"""Intake: room for one prompt in vLLM's block pool and the decoding that follows, the `Admission` of the vLLM engine.
+
+A request whose prompt is not held waits in vLLM as an asynchronous load: it occupies blocks but no place in the batch.
+Jobs write pages into those blocks; `decode` reports the load as received. Closing before that aborts the request
+first and only then reports the load, so that vLLM frees the blocks without ever hashing them into its prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from pipeline.engines.base import TokenStep
+from pipeline.engines.vllm.exchange import Exchange, Ticket
+from pipeline.errors import EngineError
+from pipeline.page import Page, page_count, page_tokens
+from pipeline.request import Request
+
+
+class Intake(Ticket):
+    def __init__(self, key: str, request: Request, exchange: Exchange, *, local: bool) -> None:
+        super().__init__(key, request, exchange)
+        self.pages = page_count(request.transfer_tokens)
+        self.local = local
+        self.loading: str | None = None  # vLLM's id of the request from the allocation until the load was reported
+        self._admitted = False
+        self._held = 0
+        self._next = 0  # the page to import next; == pages when nothing is missing
+        self._blocks: list[int] = []
+        self._received = False
+        self._steps: deque[TokenStep] = deque()
+
+    # --- the job's side
+
+    def wait_admitted(self, timeout_s: float) -> bool:
+        with self.changed:
+            return self._wait(lambda: self._admitted, timeout_s)
+
+    @property
+    def held_pages(self) -> int:
+        return self._held
+
+    def import_page(self, page: Page) -> None:
+        with self.changed:
+            self._require_alive()
+            self._require_next(page)
+            block, pages = self._blocks[page.index], self._begin_copy()
+        try:
+            pages.write(block, page.data)
+            self._next = page.index + 1
+        finally:
+            self._end_copy()
+
+    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+        """`first_tokens` must be empty: vLLM computes the last prompt token and samples every token itself."""
+        if first_tokens:
+            raise EngineError("vLLM samples the first token itself and takes none from outside")
+        with self.changed:
+            self._require_alive()
+            if self._next < self.pages:
+                raise EngineError(f"page {self._next} of {self.pages} was not imported: nothing to decode from")
+            if self.loading is not None and not self._received:
+                self._received = True
+                self._exchange.receive(self.loading)
+        return self._take_steps()
+
+    def _take_steps(self) -> Iterator[TokenStep]:
+        finish = None
+        while finish is None:
+            with self.changed:
+                self._wait(lambda: bool(self._steps))
+                step = self._steps.popleft()
+            finish = step.finish
+            yield step
+
+    def _require_next(self, page: Page) -> None:
+        if page.index != self._next or self._next >= self.pages:
+            raise EngineError(f"page {page.index} cannot be imported: {self._next} of {self.pages} pages are here")
+        expected = page_tokens(page.index, self.request.transfer_tokens)
+        if page.tokens != expected:
+            raise EngineError(f"page {page.index} has {page.tokens} tokens, expected {expected}")
+
+    # --- the engine thread's side
+
+    @property
+    def admitted(self) -> bool:
+        return self._admitted
+
+    def admit(self, held: int, blocks: Sequence[int]) -> None:
+        """The request has blocks. Pages [0, held) are in them; the rest is imported unless vLLM computes it."""
+        with self.changed:
+            self._held = held
+            self._blocks = list(blocks)
+            self._next = held if self._blocks else self.pages
+            self._admitted = True
+            self.changed.notify_all()
+
+    def deliver(self, step: TokenStep) -> None:
+        with self.changed:
+            self._steps.append(step)
+            self.changed.notify_all()

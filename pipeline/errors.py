@@ -1,0 +1,163 @@
+"""The one error tree. Blame is in the type; each error says what to change.
+
+CrossfillError
+├── ConfigError              the operator's: fix it before starting again
+│   ├── UnsupportedModelError    a checkpoint outside what is supported: names the field and its value
+│   └── BudgetTooSmallError      the byte budget cannot hold one value
+├── RequestError             the client's: never retried unchanged
+│   ├── InvalidParameterError    names the parameter
+│   ├── ContextLengthError       the prompt does not fit the context window
+│   └── ModelNotFoundError
+├── PeerError                another process sent something wrong
+│   ├── ContractMismatchError    two replicas do not serve the same model: names the fields
+│   ├── FrameError               bytes that are not a valid frame of this handoff
+│   └── PageMissingError         a frame header whose payload is gone
+├── CapacityError            come back later
+│   ├── OverloadedError
+│   └── NoReplicaError           nobody alive serves this model or route
+├── BrokerError              Redis/Valkey is unreachable or refuses
+├── EngineError              the engine failed this request
+├── StaleAttemptError        a newer attempt owns this handoff: stop at once, undo nothing of theirs
+├── DeadlineError            a stage took longer than its deadline
+└── HandoffCancelledError    the client is gone or has cancelled: not a failure
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CrossfillError(Exception):
+    """Base of all our errors. `code` is stable and machine-readable, `http_status` what the API answers."""
+
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+
+
+class ConfigError(CrossfillError):
+    code = "config_invalid"
+
+
+class UnsupportedModelError(ConfigError):
+    """`field` of the checkpoint's config has `value`, which no engine pair could share safely."""
+
+    code = "model_unsupported"
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(f"unsupported model: {field} = {value!r}: {why}")
+        self.field = field
+        self.value = value
+
+
+class BudgetTooSmallError(ConfigError):
+    code = "budget_too_small"
+
+    def __init__(self, budget_bytes: int, value_bytes: int) -> None:
+        super().__init__(
+            f"the byte budget of {budget_bytes} cannot hold one page of {value_bytes} bytes: "
+            f"set budget_bytes to {value_bytes} or more"
+        )
+        self.budget_bytes = budget_bytes
+        self.value_bytes = value_bytes
+
+
+class RequestError(CrossfillError):
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidParameterError(RequestError):
+    """`param` is the dotted path of the offending request field."""
+
+    code = "invalid_value"
+
+    def __init__(self, param: str | None, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.reason = code or self.code
+
+
+class ContextLengthError(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, limit: int, prompt_tokens: int, param: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your request has "
+            f"{prompt_tokens} prompt tokens, which exceeds the context window. "
+            f"Please reduce the length of the {param}."
+        )
+        self.param = param
+
+
+class ModelNotFoundError(RequestError):
+    code = "model_not_found"
+    http_status = 404
+
+
+class PeerError(CrossfillError):
+    code = "peer_error"
+    retryable = True
+    http_status = 502
+
+
+class ContractMismatchError(PeerError):
+    """`differences` maps a contract field to (ours, theirs)."""
+
+    code = "contract_mismatch"
+    retryable = False
+
+    def __init__(self, differences: dict[str, tuple[object, object]]) -> None:
+        named = ", ".join(f"{k} ({a} here, {b} there)" for k, (a, b) in differences.items())
+        super().__init__(f"the two replicas do not share a contract: {named}")
+        self.differences = differences
+
+
+class FrameError(PeerError):
+    code = "frame_invalid"
+
+
+class PageMissingError(PeerError):
+    code = "page_missing"
+
+
+class CapacityError(CrossfillError):
+    code = "capacity"
+    retryable = True
+    http_status = 503
+
+
+class OverloadedError(CapacityError):
+    code = "overloaded"
+    http_status = 429
+
+
+class NoReplicaError(CapacityError):
+    code = "no_replica"
+
+
+class BrokerError(CrossfillError):
+    code = "broker_unavailable"
+    retryable = True
+    http_status = 503
+
+
+class EngineError(CrossfillError):
+    code = "engine_failed"
+    retryable = True
+    http_status = 502
+
+
+class StaleAttemptError(CrossfillError):
+    code = "stale_attempt"
+
+
+class DeadlineError(CrossfillError):
+    code = "deadline_exceeded"
+    retryable = True
+    http_status = 504
+
+
+class HandoffCancelledError(CrossfillError):
+    code = "cancelled"
+    http_status = 499

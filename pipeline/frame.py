@@ -1,0 +1,320 @@
+"""Frame: one unit of the wire format, sans-I/O. `docs/wire-format.md` is the same thing for other implementers.
+
+A transfer is OPEN, PAGE (in order), then COMMIT or ABORT. A frame is a small header, which travels in an ordered
+stream, and for a page a payload, which travels beside it. Rules: (1) every size is checked before anything of that
+size is allocated; (2) a reader's state moves only when a frame was accepted whole, so a payload may be fetched again;
+(3) the payload digest covers the chain key, so a page of another prompt, or of another place in this one, is refused
+although its own digest is right. Digests are xxh3: they find faults, they do not stop a forger with write access.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pipeline import codec as codecs
+from pipeline.codec import Buffer, Codec
+from pipeline.errors import EngineError, FrameError, PeerError
+from pipeline.handoff import Attempts
+from pipeline.header import MAX_BODY_BYTES, Header, Kind, decode, encode, require, require_identity
+from pipeline.page import PAGE_TOKENS, Page, PageShape, is_finite, page_count, page_tokens, view
+
+__all__ = ["AbortedError", "Commit", "Frame", "FrameReader", "FrameWriter", "Header", "Kind"]
+
+MAX_FIRST_TOKENS = 64
+MAX_MESSAGE_CHARS = 500
+
+
+class Frame(NamedTuple):
+    """What goes out: `payload` is empty for all but PAGE and may alias the page's array."""
+
+    header: bytes
+    payload: Buffer
+
+
+class Commit(NamedTuple):
+    """The transfer is whole: how many pages it had, and P's first tokens for engines that need them."""
+
+    pages: int
+    first_tokens: tuple[int, ...]
+
+
+class AbortedError(PeerError):
+    """P ended the transfer on purpose: `peer_code` is the code of its error, `peer_message` the text."""
+
+    code = "peer_aborted"
+
+    def __init__(self, peer_code: str, peer_message: str) -> None:
+        super().__init__(f"the prefill side ended the transfer: {peer_code}: {peer_message}")
+        self.peer_code = peer_code
+        self.peer_message = peer_message
+
+
+def page_digest(key: bytes, tokens: int, data: Buffer) -> bytes:
+    """xxh3_128 over chain key, token count (u16) and the uncompressed page: 16 bytes, big-endian as xxHash prints."""
+    digest = xxhash.xxh3_128(key + struct.pack("<H", tokens))
+    digest.update(data)
+    return digest.digest()
+
+
+def transfer_digest(prompt_digest: bytes, digests: Sequence[bytes]) -> bytes:
+    """What COMMIT carries: xxh3_128 over the prompt digest and the digests of all pages sent, in order."""
+    return xxhash.xxh3_128(prompt_digest + b"".join(digests)).digest()
+
+
+class FrameWriter:
+    """P's half: turns one transfer into frames, in order. `page_keys` is the prefix chain of the whole prompt.
+
+    Raises FrameError for an id or attempts that no frame can carry, ConfigError for an unknown codec.
+    """
+
+    def __init__(
+        self,
+        handoff_id: str,
+        attempts: Attempts,
+        shape: PageShape,
+        page_keys: Sequence[bytes],
+        prompt_digest: bytes,
+        *,
+        codec: str = "raw",
+    ) -> None:
+        require_identity(handoff_id, attempts)
+        self.handoff_id = handoff_id
+        self.attempts = attempts
+        self.shape = shape
+        self._keys = page_keys
+        self._prompt_digest = prompt_digest
+        self._codec = codecs.named(codec)
+        self._digests: list[bytes] = []
+        self._next_index: int | None = None
+        self.sequence = 0  # of the next frame
+
+    def open(self) -> Frame:
+        return Frame(self._seal(Kind.OPEN, key=self._prompt_digest), b"")
+
+    def page(self, page: Page) -> Frame:
+        """Frame one page; the payload may alias its array, which must not change until it was sent.
+
+        Raises EngineError when the engine's page is not canonical: shape, dtype, order, padding, NaN or Inf.
+        """
+        _require_canonical(page, self.shape)
+        expected = page.index if self._next_index is None else self._next_index
+        if page.index != expected or page.index >= len(self._keys):
+            raise EngineError(f"page {page.index} of {len(self._keys)} is out of order: {expected} comes next")
+        key = self._keys[page.index]
+        raw = page.data.reshape(-1).view(np.uint8).data
+        chosen, payload = _pack(self._codec, raw)
+        digest = page_digest(key, page.tokens, raw)
+        header = self._seal(
+            Kind.PAGE,
+            codec_id=chosen.id,
+            index=page.index,
+            tokens=page.tokens,
+            raw_bytes=len(raw),
+            payload_bytes=len(payload),
+            key=key,
+            digest=digest,
+        )
+        self._digests.append(digest)
+        self._next_index = page.index + 1
+        return Frame(header, payload)
+
+    def commit(self, first_tokens: Sequence[int] = ()) -> Frame:
+        """End of the transfer. Raises FrameError above 64 first tokens."""
+        require(len(first_tokens) <= MAX_FIRST_TOKENS, "number of first tokens", MAX_FIRST_TOKENS, len(first_tokens))
+        header = self._seal(
+            Kind.COMMIT,
+            index=len(self._digests),
+            key=self._prompt_digest,
+            digest=transfer_digest(self._prompt_digest, self._digests),
+            body=struct.pack(f"<{len(first_tokens)}I", *first_tokens),
+        )
+        return Frame(header, b"")
+
+    def abort(self, code: str, message: str) -> Frame:
+        """P gives up. `message` is cut to 500 characters."""
+        body = json.dumps({"code": code[:64], "message": message[:MAX_MESSAGE_CHARS]}, ensure_ascii=False)
+        return Frame(self._seal(Kind.ABORT, body=_cut(body.encode(errors="replace"), code)), b"")
+
+    def _seal(self, kind: Kind, codec_id: int = 0, **fields: Any) -> bytes:
+        header = Header(kind, codec_id, self.handoff_id, self.attempts, self.sequence, **fields)
+        self.sequence += 1
+        return encode(header)
+
+
+class FrameReader:
+    """D's half: accepts exactly one transfer of pages `first_page`.. of a prompt, and nothing else.
+
+    `transfer_tokens` tokens of KV are wanted in all, the first `first_page` pages of them are already held.
+    Per frame: `header(data)`, then by its kind `open`, `page`, `commit` or `abort`. Everything wrong is a FrameError.
+    """
+
+    def __init__(
+        self,
+        handoff_id: str,
+        attempts: Attempts,
+        shape: PageShape,
+        page_keys: Sequence[bytes],
+        prompt_digest: bytes,
+        *,
+        first_page: int,
+        transfer_tokens: int,
+    ) -> None:
+        require_identity(handoff_id, attempts)
+        self.handoff_id = handoff_id
+        self.attempts = attempts
+        self.shape = shape
+        self._keys = page_keys
+        self._prompt_digest = prompt_digest
+        self._transfer_tokens = transfer_tokens
+        self._pages = page_count(transfer_tokens)
+        self._next_index = self._first_page = first_page
+        self._digests: list[bytes] = []
+        self._sequence = 0
+        self._ended = False
+
+    def header(self, data: bytes) -> Header:
+        """Check everything that needs no payload. The state does not move: asking twice is harmless."""
+        header = decode(data)
+        require(not self._ended, "frame", "none after the last", header.kind.name)
+        require(header.handoff_id == self.handoff_id, "handoff id", self.handoff_id, header.handoff_id)
+        require(header.attempts == self.attempts, "attempts", self.attempts, header.attempts)
+        self._require_place(header)
+        self._CHECKS[header.kind](self, header)
+        return header
+
+    def open(self, header: Header) -> None:
+        self._advance(header, Kind.OPEN)
+
+    def page(self, header: Header, payload: Buffer) -> Page:
+        """Verify and unpack; the page's array may alias `payload`. On FrameError the same page may be tried again."""
+        require(len(payload) == header.payload_bytes, "size of payload", header.payload_bytes, len(payload))
+        data = codecs.numbered(header.codec_id).decode(payload, header.raw_bytes)
+        got = page_digest(header.key, header.tokens, data)
+        require(got == header.digest, "digest of payload", header.digest.hex(), got.hex())
+        found = Page(header.index, header.tokens, view(data, self.shape))
+        require(_fault(found) is None, "page", "finite values and zero padding", _fault(found))
+        self._advance(header, Kind.PAGE)
+        self._digests.append(header.digest)
+        self._next_index += 1
+        return found
+
+    def commit(self, header: Header) -> Commit:
+        self._advance(header, Kind.COMMIT)
+        self._ended = True
+        return Commit(header.index, struct.unpack(f"<{len(header.body) // 4}I", header.body))
+
+    def abort(self, header: Header) -> AbortedError:
+        """What P said when it gave up, as an error for the caller to raise."""
+        said = _abort_body(header.body)
+        self._advance(header, Kind.ABORT)
+        self._ended = True
+        return said
+
+    def _advance(self, header: Header, kind: Kind) -> None:
+        require(header.kind is kind, "kind", kind.name, header.kind.name)
+        self._require_place(header)
+        self._sequence = header.sequence + 1
+
+    def _require_place(self, header: Header) -> None:
+        """Gapless from OPEN on; only ABORT may come anywhere: P may have failed to send what lies between."""
+        if header.kind is Kind.ABORT:
+            require(header.sequence >= self._sequence, "sequence", f"{self._sequence}..", header.sequence)
+            return
+        require(header.sequence == self._sequence, "sequence", self._sequence, header.sequence)
+        require((header.kind is Kind.OPEN) == (self._sequence == 0), "first frame", "OPEN", header.kind.name)
+
+    def _check_open(self, header: Header) -> None:
+        require(header.key == self._prompt_digest, "prompt digest", self._prompt_digest.hex(), header.key.hex())
+        _require_only(header, "key")
+
+    def _check_page(self, header: Header) -> None:
+        index = self._next_index
+        require(header.index == index < self._pages, "page index", f"{index} of {self._pages}", header.index)
+        tokens = page_tokens(index, self._transfer_tokens)
+        require(header.tokens == tokens, "tokens of page", tokens, header.tokens)
+        require(header.key == self._keys[index], "chain key", self._keys[index].hex(), header.key.hex())
+        require(header.raw_bytes == self.shape.page_bytes, "page size", self.shape.page_bytes, header.raw_bytes)
+        size = header.payload_bytes
+        require(0 < size <= header.raw_bytes, "size of payload", "at most a page", size)
+        codecs.numbered(header.codec_id)
+        _require_only(header, "codec_id", "index", "tokens", "key", "raw_bytes", "payload_bytes", "digest")
+
+    def _check_commit(self, header: Header) -> None:
+        count = self._pages - self._first_page
+        require(header.index == len(self._digests) == count, "number of pages", count, header.index)
+        require(header.key == self._prompt_digest, "prompt digest", self._prompt_digest.hex(), header.key.hex())
+        digest = transfer_digest(self._prompt_digest, self._digests)
+        require(header.digest == digest, "digest of transfer", digest.hex(), header.digest.hex())
+        require(len(header.body) % 4 == 0, "size of body", "a multiple of 4", len(header.body))
+        require(len(header.body) <= 4 * MAX_FIRST_TOKENS, "first tokens", MAX_FIRST_TOKENS, len(header.body) // 4)
+        _require_only(header, "index", "key", "digest", "body")
+
+    def _check_abort(self, header: Header) -> None:
+        _abort_body(header.body)
+        _require_only(header, "body")
+
+    _CHECKS = {
+        Kind.OPEN: _check_open,
+        Kind.PAGE: _check_page,
+        Kind.COMMIT: _check_commit,
+        Kind.ABORT: _check_abort,
+    }
+
+
+_OPTIONAL = ("codec_id", "index", "tokens", "raw_bytes", "payload_bytes", "key", "digest", "body")
+
+
+def _require_only(header: Header, *used: str) -> None:
+    """Fields that mean nothing for this kind are zero: one meaning has one encoding."""
+    for name in _OPTIONAL:
+        value = getattr(header, name)
+        require(name in used or not any(value if isinstance(value, bytes) else (value,)), name, 0, value)
+
+
+def _require_canonical(found: Page, shape: PageShape) -> None:
+    data = found.data
+    if data.shape != shape.array or data.dtype != np.dtype("<f2") or not data.flags.c_contiguous:
+        raise EngineError(f"page {found.index} is {data.dtype}{data.shape}, not contiguous float16{shape.array}")
+    if fault := _fault(found):
+        raise EngineError(f"page {found.index}: {fault}")
+
+
+def _fault(found: Page) -> str | None:
+    if not 1 <= found.tokens <= PAGE_TOKENS:
+        return f"{found.tokens} tokens"
+    if not is_finite(found.data):
+        return "NaN or Inf: the checkpoint overflows FP16"
+    if found.data[:, :, :, found.tokens :].any():
+        return "padding behind the last token is not zero"
+    return None
+
+
+def _pack(wanted: Codec, raw: memoryview) -> tuple[Codec, Buffer]:
+    """A payload that did not shrink goes out raw: the credit reserved for the raw size always suffices."""
+    payload = wanted.encode(raw)
+    if len(payload) < len(raw):
+        return wanted, payload
+    return codecs.CODECS["raw"], raw
+
+
+def _cut(body: bytes, code: str) -> bytes:
+    """The escapes of hostile text may outgrow the body: then the code alone must do."""
+    if len(body) <= MAX_BODY_BYTES:
+        return body
+    return json.dumps({"code": code[:64], "message": ""}).encode()
+
+
+def _abort_body(body: bytes) -> AbortedError:
+    try:
+        said = json.loads(body)
+        code, message = said["code"], said["message"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FrameError(f"the body of an ABORT frame is not what it should be: {error}") from None
+    require(isinstance(code, str) and isinstance(message, str), "body of ABORT", "two strings", "others")
+    return AbortedError(code, message)

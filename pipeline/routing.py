@@ -1,0 +1,170 @@
+"""Routing: which replica decodes a prompt, and which engine computes its KV. Pure: replicas in, a route out.
+
+Only replicas of the asked contract whose context window holds the prompt are candidates. A decode replica is
+picked by name (its load is known); a prefill engine by its queue, which any replica of that engine may serve.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeline.broker import keys
+from pipeline.contract import Contract
+from pipeline.errors import ContextLengthError, InvalidParameterError, NoReplicaError
+
+HEADER = "X-Crossfill-Route"
+_ENGINE = r"[a-z][a-z0-9_]*"
+_LOCAL = re.compile(rf"local:({_ENGINE})")
+_PAIR = re.compile(rf"({_ENGINE})->({_ENGINE})")
+
+
+class Candidate(Protocol):
+    """What routing reads of a replica; the registry's `Replica` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def contract(self) -> Contract: ...
+    @property
+    def can_prefill(self) -> bool: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def load(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the client asked for: engine names, None where it leaves the choice to us. `local`: no handoff."""
+
+    prefill: str | None = None
+    decode: str | None = None
+    local: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.prefill, self.decode) if name)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`prefill_*` None: the decode replica computes the prompt itself."""
+
+    prefill_engine: str | None
+    prefill_queue: str | None
+    decode_replica: str
+    decode_queue: str
+    decode_engine: str
+
+    def __str__(self) -> str:
+        return f"{self.prefill_engine}->{self.decode_engine}" if self.prefill_engine else f"local:{self.decode_engine}"
+
+
+def parse(text: str | None) -> Wish:
+    """`auto` (or nothing), `vllm->mlx`, `local:mlx`. Raises InvalidParameterError."""
+    text = (text or "auto").strip()
+    if text == "auto":
+        return Wish()
+    if match := _LOCAL.fullmatch(text):
+        return Wish(decode=match[1], local=True)
+    if match := _PAIR.fullmatch(text):
+        return Wish(prefill=match[1], decode=match[2])
+    raise InvalidParameterError(HEADER, f"{HEADER} must be `auto`, `PREFILL->DECODE` or `local:DECODE`.")
+
+
+def choose(
+    replicas: Iterable[Candidate],
+    contract_digest: str,
+    prompt_tokens: int,
+    wish: Wish,
+    *,
+    known: Collection[str] = (),
+    pending: Mapping[str, int] | None = None,
+) -> Route:
+    """The route of one prompt.
+
+    `known` are engine names that may be absent just now (their wish is a 503, not a 400); `pending` counts per
+    replica the handoffs a caller has sent and not seen end, which the replica's own load report may not hold yet.
+    Raises InvalidParameterError, ContextLengthError, NoReplicaError.
+    """
+    alive = list(replicas)
+    _require_known(wish, {*known, *(replica.engine for replica in alive)})
+    serving = _fitting([r for r in alive if r.contract.digest == contract_digest], prompt_tokens)
+    decoder = _decoder(serving, wish, pending or {})
+    if wish.local:
+        return _route(decoder, None, contract_digest)
+    prefill = _prefill_engine(serving, decoder, wish.prefill, prompt_tokens)
+    return _route(decoder, prefill, contract_digest)
+
+
+def _require_known(wish: Wish, known: set[str]) -> None:
+    for engine in wish.engines:
+        if known and engine not in known:
+            raise InvalidParameterError(HEADER, f"Unknown engine `{engine}`: choose one of {', '.join(sorted(known))}.")
+
+
+def _fitting(serving: list[Candidate], prompt_tokens: int) -> list[Candidate]:
+    fitting = [replica for replica in serving if prompt_tokens < replica.contract.context_length]
+    if serving and not fitting:
+        limit = max(replica.contract.context_length for replica in serving)
+        raise ContextLengthError(limit, prompt_tokens, "prompt")
+    return fitting
+
+
+def _decoder(serving: Sequence[Candidate], wish: Wish, pending: Mapping[str, int]) -> Candidate:
+    able = [r for r in serving if _has(r, "decode") and wish.decode in (None, r.engine)]
+    if wish.local:
+        able = [replica for replica in able if replica.can_prefill]
+    if not able:
+        kind = f"decode replica of engine `{wish.decode}`" if wish.decode else "decode replica"
+        prompts = " that computes prompts itself" if wish.local else ""
+        raise NoReplicaError(f"no {kind}{prompts} is alive for this model")
+    return min(able, key=lambda replica: (_decode_load(replica, pending), replica.name))
+
+
+def _decode_load(replica: Candidate, pending: Mapping[str, int]) -> float:
+    """Share of its slots in use. The report lags and counts everybody's, ours is exact and counts only us."""
+    running = max(replica.load.get("decode_running", 0), pending.get(replica.name, 0))
+    return running / max(replica.slots, 1)
+
+
+def _prefill_engine(
+    serving: Sequence[Candidate], decoder: Candidate, wanted: str | None, prompt_tokens: int
+) -> str | None:
+    """Another engine if one is alive, else another replica of the same, else None: local."""
+    able = [r for r in serving if _has(r, "prefill") and r.can_prefill]
+    if wanted:
+        if not any(replica.engine == wanted for replica in able):
+            raise NoReplicaError(f"no prefill replica of engine `{wanted}` is alive for this model")
+        return wanted
+    others = [replica for replica in able if replica.name != decoder.name]
+    if decoder.can_prefill and (prompt_tokens == 1 or not others):  # one token: there is no KV to move
+        return None
+    if not others:
+        raise NoReplicaError(f"`{decoder.engine}` computes no prompts and no prefill replica is alive for this model")
+    return min(others, key=lambda r: (r.engine == decoder.engine, _prefill_load(r), r.name)).engine
+
+
+def _prefill_load(replica: Candidate) -> float:
+    return replica.load.get("prefill_running", 0) / max(replica.slots, 1)
+
+
+def _has(replica: Candidate, role: str) -> bool:
+    return replica.role in (role, "both")
+
+
+def _route(decoder: Candidate, prefill: str | None, contract_digest: str) -> Route:
+    return Route(
+        prefill_engine=prefill,
+        prefill_queue=keys.prefill_queue(prefill, contract_digest) if prefill else None,
+        decode_replica=decoder.name,
+        decode_queue=keys.decode_queue(decoder.name),
+        decode_engine=decoder.engine,
+    )

@@ -1,0 +1,80 @@
+"""Settings: every number and switch an operator may set, with its default, in one place.
+
+Values come from `crossfill.toml`, then the environment (`CROSSFILL_<SECTION>__<FIELD>`), then the command line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BrokerSettings(_Section):
+    """The control broker and the byte budget of its page server."""
+
+    url: str = "redis://127.0.0.1:6380/0"
+    budget_bytes: int = Field(256 * MIB, gt=0)  # cap on page bytes in flight, all handoffs together
+    payload_ttl_s: float = Field(30.0, gt=0)  # a payload nobody fetched disappears by itself
+    handoff_ttl_s: float = Field(900.0, gt=0)  # every key of a handoff, should all cleanup fail
+    result_ttl_s: int = Field(60, ge=0)  # RQ: finished jobs stay visible this long
+    failure_ttl_s: int = Field(600, ge=0)
+
+
+class EngineSettings(_Section):
+    """How one engine is run. `chunk_tokens` is the prefill chunk: pages leave after each."""
+
+    chunk_tokens: int = Field(256, ge=64, multiple_of=64)
+    max_running: int = Field(16, ge=1)  # requests stepped at once
+    context_length: int | None = None  # None: the checkpoint's own
+    kv_cache_bytes: int = Field(512 * MIB, gt=0)  # KV pool (vLLM) or live caches (MLX, reference)
+    prefix_cache_bytes: int = Field(256 * MIB, ge=0)  # MLX and reference: pages kept for prefix hits
+    held_pages: int = Field(256, ge=1)  # pages that may wait for export before new prompts are held back
+    compute_dtype: Literal["auto", "float16", "float32"] = "auto"  # MLX: float32 on a CPU
+
+
+class WorkerSettings(_Section):
+    """One replica: an engine in one or two roles."""
+
+    name: str
+    engine: str
+    model: Path
+    role: Literal["prefill", "decode", "both"] = "both"
+    slots: int = Field(16, ge=1)  # jobs at once, per role
+    lease_s: float = Field(5.0, gt=0)
+    python: Path | None = None  # interpreter of the engine's own environment, for `crossfill up`
+    env: dict[str, str] = Field(default_factory=dict)
+    engine_settings: EngineSettings = EngineSettings()
+
+
+class ApiSettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: Path  # tokenizer, chat template and contract; no weights are loaded
+    served_name: str | None = None  # None: the model directory's name
+    max_body_bytes: int = 8 * MIB
+    default_max_tokens: int = 1024  # chat only; completions default to 16 as OpenAI does
+
+
+class HandoffSettings(_Section):
+    """Deadlines of a handoff, seconds, and what happens when a transfer fails."""
+
+    failure_policy: Literal["recompute", "fail"] = "recompute"
+    queue_s: float = 60.0
+    accept_s: float = 60.0
+    progress_s: float = 60.0
+    total_s: float = 600.0
+
+
+class Settings(_Section):
+    broker: BrokerSettings = BrokerSettings()
+    api: ApiSettings | None = None
+    handoff: HandoffSettings = HandoffSettings()
+    workers: tuple[WorkerSettings, ...] = ()

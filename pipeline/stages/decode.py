@@ -1,0 +1,153 @@
+"""Decode: take a prompt's KV in, page by verified page, then turn it into tokens.
+
+Nothing is decoded before COMMIT. When the transfer fails, the policy decides: `recompute` lets D compute the
+prompt itself, `fail` ends the handoff with the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+
+from pipeline import prefix
+from pipeline.broker import stream
+from pipeline.broker.channel import TokenEntry
+from pipeline.broker.ledger import Accept
+from pipeline.broker.stream import PageReader
+from pipeline.engines.base import Admission, Engine, TokenStep
+from pipeline.errors import CrossfillError, HandoffCancelledError, StaleAttemptError
+from pipeline.frame import Commit, FrameReader
+from pipeline.handoff import Attempts, Event
+from pipeline.page import PAGE_TOKENS, page_count
+from pipeline.stages.drain import Part, Services, taking_part
+
+
+def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object]:
+    """D's job. Returns a summary for RQ; raises CrossfillError."""
+    with taking_part(services, handoff_id, "decode") as part:
+        try:
+            admission, first_tokens = _admission(part, engine)
+            with closing(admission):
+                part.watch.on_over(admission.close)
+                tokens = _emit(part, admission.decode(first_tokens))
+        except HandoffCancelledError:
+            part.watch.look()
+            if not part.watch.stopped:  # a stop string is a finish, not a cancel
+                raise
+            return {"outcome": "stopped"}
+    return {"outcome": "finished", "tokens": tokens}
+
+
+def _admission(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
+    """Room with every page in it, from P or computed here."""
+    if part.record.route["prefill_queue"] is None:
+        return _local(part, engine), ()
+    try:
+        return _remote(part, engine)
+    except (HandoffCancelledError, StaleAttemptError):
+        raise
+    except CrossfillError as error:
+        if part.record.policy != "recompute" or not engine.capabilities.can_prefill:
+            raise
+        stream.release(part.services.pages, part.handoff_id)  # P's writes are stale from here on
+        part.fields["recomputed"] = error.code
+        return _local(part, engine), ()
+
+
+def _local(part: Part, engine: Engine) -> Admission:
+    limit = part.services.settings.handoff.accept_s
+    admission = engine.admit(part.record.request, local=True, timeout_s=limit)
+    try:
+        part.mark("admitted")
+        _commit(part, held=admission.held_pages, imported=0)
+    except BaseException:
+        admission.close()
+        raise
+    return admission
+
+
+def _remote(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
+    limits = part.services.settings.handoff
+    prefill_attempt = part.watch.wait_for(
+        lambda record: record.number("prefill_attempt") or None, limits.queue_s, "a prefill worker"
+    )
+    admission = engine.admit(part.record.request, timeout_s=limits.accept_s)
+    try:
+        part.watch.on_over(admission.close)
+        part.mark("admitted")
+        return admission, _receive(part, admission, Attempts(prefill_attempt, part.attempt))
+    except BaseException:
+        admission.close()
+        raise
+
+
+def _receive(part: Part, admission: Admission, attempts: Attempts) -> tuple[int, ...]:
+    """Say what is wanted, import it, and return P's first tokens."""
+    services, request = part.services, part.record.request
+    wanted = page_count(request.transfer_tokens)
+    first_page = admission.held_pages
+    stream.raise_fence(services.pages, request.handoff_id, attempts, services.settings.broker)
+    part.mark("accepted")
+    services.ledger.accept(request.handoff_id, Accept(attempts.prefill, attempts.decode, first_page), part.fields)
+    first_tokens: tuple[int, ...] = ()
+    if first_page < wanted:
+        first_tokens = _import(part, admission, _reader(part, attempts, first_page))
+    _commit(part, held=first_page, imported=wanted - first_page)
+    return first_tokens
+
+
+def _import(part: Part, admission: Admission, reader: PageReader) -> tuple[int, ...]:
+    services = part.services
+    while True:
+        item = reader.read(services.settings.handoff.progress_s)
+        if isinstance(item, Commit):
+            part.mark("last_page_in")
+            return item.first_tokens
+        admission.import_page(item)
+        reader.imported()
+        if "at_first_page_in" not in part.fields:
+            part.mark("first_page_in")
+            services.ledger.advance(part.handoff_id, "decode", part.attempt, Event.IMPORT, part.fields)
+
+
+def _commit(part: Part, *, held: int, imported: int) -> None:
+    """Every page is there. `held` and `imported` count pages; the record keeps prompt tokens."""
+    tokens = part.record.request.transfer_tokens
+    reused = min(held * PAGE_TOKENS, tokens)
+    part.mark("committed")
+    part.fields |= {"reused_tokens": reused, "imported_tokens": tokens - reused if imported else 0}
+    part.services.ledger.advance(part.handoff_id, "decode", part.attempt, Event.COMMIT, part.fields)
+
+
+def _emit(part: Part, steps: Iterable[TokenStep]) -> int:
+    """Log every step; the last one and the terminal are one write."""
+    ledger, sent = part.services.ledger, 0
+    for step in steps:
+        part.mark("first_token")
+        if step.finish:
+            part.mark("finished")
+        entry = TokenEntry(
+            seq=sent,
+            token_ids=step.token_ids,
+            finish=step.finish,
+            held_tokens=int(part.fields["reused_tokens"]) if step.finish else None,
+        )
+        fields = part.fields if step.finish or not sent else None
+        ledger.emit(part.handoff_id, part.attempt, entry, fields)
+        sent += len(step.token_ids)
+    return sent
+
+
+def _reader(part: Part, attempts: Attempts, first_page: int) -> PageReader:
+    services, request = part.services, part.record.request
+    start = prefix.seed(services.contract.digest, request.salt)
+    frames = FrameReader(
+        request.handoff_id,
+        attempts,
+        services.contract.page_shape,
+        prefix.chain(start, request.token_ids[: request.transfer_tokens]),
+        prefix.prompt_digest(start, request.token_ids),
+        first_page=first_page,
+        transfer_tokens=request.transfer_tokens,
+    )
+    return PageReader(services.pages, services.blocking, frames, services.settings.broker, part.check)

@@ -1,0 +1,187 @@
+"""Runtime: one replica. Loads the engine, warms it, registers, and takes jobs until told to stop.
+
+The lease is taken after warm-up only: a model load or a first compile of a minute is not death. Heartbeats come
+from a thread of their own, so a long engine step is not death either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline import engines
+from pipeline.broker import keys, stream
+from pipeline.broker.clock import BrokerClock
+from pipeline.broker.connect import connect, connect_blocking, require_ready
+from pipeline.broker.janitor import Janitor
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
+from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.signals import Signals
+from pipeline.engines.base import Engine
+from pipeline.errors import BrokerError
+from pipeline.page import page_count
+from pipeline.request import Request, Sampling
+from pipeline.settings import Settings, WorkerSettings
+from pipeline.stages import decode, prefill
+from pipeline.stages.drain import Services
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+_log = logging.getLogger(__name__)
+_BEAT_S = 0.5
+_WARM_TOKENS = 80  # more than one page, so that export and import are warm too
+
+
+def run(settings: Settings, worker: WorkerSettings) -> None:
+    """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start."""
+    client = connect(settings.broker.url)
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, worker.engine_settings)))
+        require_ready(client, settings.broker.budget_bytes, engine.contract.page_shape.page_bytes)
+        warm_up(engine)
+        replica = Runtime(settings, worker, engine, client)
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        replica.start()
+        _log.info("replica %s is ready (%s, %s)", worker.name, worker.engine, worker.role)
+        stop.wait()
+        _log.info("replica %s drains", worker.name)
+        replica.close()
+
+
+def warm_up(engine: Engine) -> None:
+    """Run every path once: prefill, export, import, decode. Leaves no cached prefix."""
+    request = Request(secrets.token_hex(16), (1,) * _WARM_TOKENS, Sampling(max_tokens=2, temperature=0.0))
+    with closing(engine.prefill(request)) as work:
+        pages = [work.read(index) for index in range(page_count(request.transfer_tokens))]
+    engine.reset_prefix_cache()
+    with closing(engine.admit(replace(request, handoff_id=secrets.token_hex(16)))) as admission:
+        for page in pages[admission.held_pages :]:
+            admission.import_page(page)
+        for _ in admission.decode():
+            pass
+    engine.reset_prefix_cache()
+
+
+class Runtime:
+    """A loaded engine and its RQ workers, one per role. `start` returns at once; `close` drains."""
+
+    def __init__(self, settings: Settings, worker: WorkerSettings, engine: Engine, client: Redis) -> None:
+        self._settings = settings
+        self._worker = worker
+        self._engine = engine
+        self._client = client
+        clock = BrokerClock(client)
+        ledger = Ledger(client, client, clock, settings)
+        self._clock = clock
+        self._registry = Registry(client)
+        self._signals = Signals(connect_blocking(settings.broker.url), ledger)
+        self._janitor = Janitor(client, client, ledger, self._registry, clock, settings)
+        self._services = Services(
+            worker=worker.name,
+            contract=engine.contract,
+            settings=settings,
+            ledger=ledger,
+            signals=self._signals,
+            clock=clock,
+            pages=client,
+            blocking=connect_blocking(settings.broker.url),
+        )
+        self._stop = threading.Event()
+        self._takers = self._make_takers()
+        self._threads = [
+            threading.Thread(target=taker.run, name=f"rq-{role}", daemon=True) for role, taker in self._takers.items()
+        ]
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._registry.register(self._replica(), self._worker.lease_s)
+        self._signals.start()
+        self._heart.start()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Take nothing new, finish what runs, then leave the registry."""
+        for taker in self._takers.values():
+            taker.request_stop()
+        for thread in self._threads:
+            thread.join()
+        self._stop.set()
+        self._heart.join()
+        self._registry.withdraw(self._worker.name)
+        self._signals.close()
+
+    def _make_takers(self) -> dict[str, ConcurrentWorker]:
+        roles: dict[str, tuple[str, str, Callable[[str], dict[str, Any]]]] = {
+            "prefill": (
+                keys.prefill_queue(self._worker.engine, self._engine.contract.digest),
+                PREFILL_JOB,
+                partial(prefill.run, self._services, self._engine),
+            ),
+            "decode": (
+                keys.decode_queue(self._worker.name),
+                DECODE_JOB,
+                partial(decode.run, self._services, self._engine),
+            ),
+        }
+        wanted = roles if self._worker.role == "both" else {self._worker.role: roles[self._worker.role]}
+        return {
+            role: ConcurrentWorker(
+                queue,
+                connect_blocking(self._settings.broker.url),
+                handlers={job: handler},
+                slots=self._worker.slots,
+                name=f"{self._worker.name}.{role}",
+                settings=self._settings.broker,
+                on_stop=partial(self._services.ledger.cancel, reason="stop-job"),
+            )
+            for role, (queue, job, handler) in wanted.items()
+        }
+
+    def _replica(self) -> Replica:
+        return Replica(
+            name=self._worker.name,
+            engine=self._worker.engine,
+            role=self._worker.role,
+            model=self._worker.model.name,
+            contract=self._engine.contract,
+            slots=self._worker.slots,
+            stats=self._stats(),
+            load=self._load(),
+            started_ms=int(self._clock.now_ms()),
+            **asdict(self._engine.capabilities),
+        )
+
+    def _stats(self) -> dict[str, int]:
+        return asdict(self._engine.stats())
+
+    def _load(self) -> dict[str, int]:
+        return {f"{role}_running": taker.running for role, taker in self._takers.items()}
+
+    def _beat(self) -> None:
+        """Publish gauges and renew leases; sweep three times within a lease."""
+        sweep_every = max(1, round(self._worker.lease_s / 3 / _BEAT_S))
+        for beat in itertools.count(1):
+            if self._stop.wait(_BEAT_S):
+                return
+            try:
+                self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
+                for handoff_id in self._signals.active():
+                    stream.heartbeat(self._client, handoff_id, self._settings.broker)
+                if beat % sweep_every == 0:
+                    self._clock.refresh()
+                    self._janitor.sweep()
+            except BrokerError as error:
+                _log.warning("heartbeat: %s", error)

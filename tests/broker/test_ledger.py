@@ -1,0 +1,219 @@
+"""The ledger's scripts against real servers: one terminal state, fenced attempts, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+
+import pytest
+from redis import Redis
+
+from pipeline.broker import keys, stream
+from pipeline.broker.channel import ErrorInfo, TokenEntry
+from pipeline.broker.clock import BrokerClock
+from pipeline.broker.ledger import Accept, Ledger
+from pipeline.contract import Contract
+from pipeline.errors import HandoffCancelledError, StaleAttemptError
+from pipeline.handoff import Event, IllegalTransitionError, State
+from pipeline.request import Request, Sampling
+from pipeline.settings import Settings
+
+CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
+ROUTE = {"prefill_engine": "reference", "prefill_queue": "prefill.reference.x", "decode_replica": "d"}
+
+
+@pytest.fixture
+def ledger(redis_client: Redis) -> Ledger:
+    return Ledger(redis_client, redis_client, BrokerClock(redis_client), Settings())
+
+
+@pytest.fixture
+def handoff(ledger: Ledger) -> str:
+    request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4), salt="s")
+    ledger.own("api-1", 30)
+    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: None)
+    return request.handoff_id
+
+
+def _admit(ledger: Ledger, handoff: str) -> tuple[int, int]:
+    p, _ = ledger.enter(handoff, "prefill", "p-0")
+    d, _ = ledger.enter(handoff, "decode", "d-0")
+    ledger.accept(handoff, Accept(p, d, 0), {})
+    return p, d
+
+
+def _leftovers(client: Redis) -> list[str]:
+    return sorted(k.decode() for k in client.scan_iter("cf:*") if not k.startswith((b"cf:owner", b"cf:recent")))
+
+
+def test_create_keeps_the_request_and_enqueues_in_the_same_transaction(ledger: Ledger, redis_client: Redis) -> None:
+    request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1, stop_token_ids=(2,)), salt="x")
+    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: pipe.rpush("jobs", "one", "two"))
+    record = ledger.load(request.handoff_id)
+    assert record is not None
+    assert record.request == request
+    assert record.contract == CONTRACT
+    assert record.state is State.CREATED
+    assert record.route == ROUTE
+    assert redis_client.lrange("jobs", 0, -1) == [b"one", b"two"]
+    assert 0 < redis_client.pttl(keys.HandoffKeys(request.handoff_id).record) <= 900_000
+    assert ledger.live() == [request.handoff_id]
+
+
+def test_life_of_a_handoff(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    p, d = _admit(ledger, handoff)
+    record = ledger.load(handoff)
+    assert record is not None
+    assert record.accept == Accept(p, d, 0) == Accept(1, 1, 0)
+    assert ledger.advance(handoff, "decode", d, Event.IMPORT) is State.STREAMING
+    assert ledger.advance(handoff, "decode", d, Event.COMMIT, {"reused_tokens": 0}) is State.COMMITTED
+    ledger.leave(handoff, "prefill", p, fields={"pages": 1})
+    assert ledger.emit(handoff, d, TokenEntry(0, (5, 6))) is State.DECODING
+    assert ledger.emit(handoff, d, TokenEntry(2, (7,), finish="stop", held_tokens=0)) is State.FINISHED
+    log = [json.loads(e) for e in redis_client.lrange(keys.HandoffKeys(handoff).tokens, 0, -1)]
+    assert [(e["seq"], e["token_ids"], e["finish"]) for e in log] == [(0, [5, 6], None), (2, [7], "stop")]
+    ledger.leave(handoff, "decode", d)
+    assert ledger.live() == []
+    trace = ledger.trace(handoff)
+    assert trace is not None
+    assert (trace["state"], trace["pages"], trace["tokens"], trace["prompt_tokens"]) == ("finished", 1, 3, 3)
+    ledger.forget(handoff)
+    assert _leftovers(redis_client) == []
+    assert [t["handoff_id"] for t in ledger.recent(5)] == [handoff]
+
+
+@pytest.mark.parametrize("api_first", [True, False])
+def test_record_goes_when_both_api_and_workers_are_done(
+    ledger: Ledger, handoff: str, redis_client: Redis, api_first: bool
+) -> None:
+    p, d = _admit(ledger, handoff)
+    ledger.fail(handoff, ErrorInfo("x", "y", False, 500), d)
+    if api_first:
+        ledger.forget(handoff)
+    ledger.leave(handoff, "prefill", p)
+    assert ledger.load(handoff) is not None
+    ledger.leave(handoff, "decode", d)
+    if not api_first:
+        assert ledger.load(handoff) is not None
+        ledger.forget(handoff)
+    assert _leftovers(redis_client) == []
+
+
+def test_cancel_with_nobody_at_work_is_terminal_at_once(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    assert ledger.cancel(handoff, "client") is State.CANCELLED
+    entry = json.loads(redis_client.lindex(keys.HandoffKeys(handoff).tokens, -1))
+    assert entry["error"]["code"] == "cancelled"
+    with pytest.raises(HandoffCancelledError, match="cancelled"):
+        ledger.enter(handoff, "prefill", "p-0")
+    ledger.forget(handoff)
+    assert _leftovers(redis_client) == []
+
+
+def test_cancel_waits_for_the_last_worker(ledger: Ledger, handoff: str) -> None:
+    p, d = _admit(ledger, handoff)
+    assert ledger.cancel(handoff, "client") is State.CANCELLING
+    assert ledger.cancel(handoff, "client") is State.CANCELLING
+    assert ledger.advance(handoff, "decode", d, Event.DRAIN) is State.DRAINING
+    ledger.leave(handoff, "decode", d)
+    record = ledger.load(handoff)
+    assert record is not None
+    assert record.state is State.DRAINING
+    ledger.leave(handoff, "prefill", p)
+    record = ledger.load(handoff)
+    assert record is not None
+    assert record.state is State.CANCELLED
+
+
+def test_cancel_racing_a_finish_reads_the_winner(ledger: Ledger, handoff: str) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    ledger.emit(handoff, d, TokenEntry(0, (1,), finish="length"))
+    assert ledger.cancel(handoff, "client") is State.FINISHED
+    assert ledger.stop(handoff, 1) is False
+    assert ledger.fail(handoff, ErrorInfo("x", "y", False, 500), d) is False
+
+
+def test_cancel_of_an_unknown_handoff(ledger: Ledger) -> None:
+    assert ledger.cancel("0" * 32, "client") is None
+
+
+def test_stop_string_finishes_and_later_tokens_do_not_count(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    ledger.emit(handoff, d, TokenEntry(0, (1, 2)))
+    assert ledger.stop(handoff, 2) is True
+    with pytest.raises(HandoffCancelledError, match="finished"):
+        ledger.emit(handoff, d, TokenEntry(2, (3,)))
+    assert redis_client.llen(keys.HandoffKeys(handoff).tokens) == 1
+
+
+def test_a_newer_attempt_fences_the_older(ledger: Ledger, handoff: str) -> None:
+    old, _ = ledger.enter(handoff, "decode", "d-0")
+    new, _ = ledger.enter(handoff, "decode", "d-1")
+    assert (old, new) == (1, 2)
+    with pytest.raises(StaleAttemptError):
+        ledger.advance(handoff, "decode", old, Event.COMMIT)
+    with pytest.raises(StaleAttemptError):
+        ledger.emit(handoff, old, TokenEntry(0, (1,)))
+    ledger.leave(handoff, "decode", old)  # changes nothing of the new attempt's
+    record = ledger.load(handoff)
+    assert record is not None
+    assert record.worker("decode") == "d-1"
+
+
+def test_tokens_out_of_sequence_are_refused(ledger: Ledger, handoff: str) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    ledger.emit(handoff, d, TokenEntry(0, (1,)))
+    for seq in (0, 2):
+        with pytest.raises(StaleAttemptError):
+            ledger.emit(handoff, d, TokenEntry(seq, (2,)))
+
+
+def test_illegal_transition_names_state_and_event(ledger: Ledger, handoff: str) -> None:
+    d, _ = ledger.enter(handoff, "decode", "d-0")
+    with pytest.raises(IllegalTransitionError, match="emit cannot happen to a handoff that is admitted"):
+        ledger.emit(handoff, d, TokenEntry(0, (1,)))
+
+
+def test_error_of_p_is_kept_for_d_and_cleared_by_the_next_attempt(ledger: Ledger, handoff: str) -> None:
+    p, _ = _admit(ledger, handoff)
+    error = ErrorInfo("engine_failed", "no", True, 502)
+    ledger.leave(handoff, "prefill", p, error=error)
+    record = ledger.load(handoff)
+    assert record is not None
+    assert record.error("prefill") == error
+    _, record = ledger.enter(handoff, "prefill", "p-1")
+    assert record.number("prefill_attempt") == 2
+
+
+def test_everything_a_handoff_needs_to_end_works_at_oom(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    p, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    redis_client.config_set("maxmemory", 1)
+    ledger.emit(handoff, d, TokenEntry(0, (1,)))
+    ledger.leave(handoff, "prefill", p)
+    ledger.emit(handoff, d, TokenEntry(1, (2,), finish="stop"))
+    ledger.leave(handoff, "decode", d)
+    ledger.forget(handoff)
+    redis_client.config_set("maxmemory", 0)
+    assert _leftovers(redis_client) == []
+
+
+def test_owner_lease(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    record = ledger.load(handoff)
+    assert record is not None
+    assert ledger.owned(record) is True
+    assert ledger.owned(replace(record, fields={**record.fields, "owner": "api-2"})) is False
+
+
+def test_release_returns_credit_and_unlinks_pages(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    names = keys.HandoffKeys(handoff)
+    redis_client.set(names.payload("1.1", 0), b"x" * 10)
+    redis_client.hset(names.credits, "1.1.0", 10)
+    redis_client.set(keys.BUDGET_TOTAL, 10)
+    ledger.cancel(handoff, "client")
+    ledger.forget(handoff)
+    assert stream.gauges(redis_client).in_flight_bytes == 0
+    assert [k for k in _leftovers(redis_client) if "budget" not in k] == []

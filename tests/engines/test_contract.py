@@ -1,0 +1,454 @@
+"""The contract suite: what `engines/base.py` promises, for every engine, on three architectures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.engines.base import Engine, EngineStats
+from pipeline.errors import DeadlineError, EngineError, HandoffCancelledError
+from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens
+from pipeline.request import Sampling
+from tests.engines.conftest import HELD_PAGES
+from tests.engines.flow import (
+    PATIENCE_S,
+    Oracle,
+    Tally,
+    Waiter,
+    compute_locally,
+    deliver,
+    eventually,
+    export,
+    import_missing,
+    prompt,
+    read_text,
+    request,
+    settles,
+)
+
+BOUNDARIES = (1, 2, 63, 64, 65, 66, 127, 128, 129, 130, 192, 193)
+LENGTHS = (*BOUNDARIES, 256, 257, 321)  # the last: more chunks than pages would need
+TEXTS = 3  # prompts per length
+LEAST_COMPARED = 8  # of 8 tokens x TEXTS
+
+
+# Pages
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_pages_are_canonical_and_near_the_reference(engine: Engine, twin: Engine, tokens: int) -> None:
+    order = request(prompt(tokens))
+    pages, expected = export(engine, order), export(twin, order)
+    assert [(page.index, page.tokens) for page in pages] == [
+        (index, page_tokens(index, tokens - 1)) for index in range(page_count(tokens - 1))
+    ]
+    for page, wanted in zip(pages, expected, strict=True):
+        assert page.data.shape == engine.contract.page_shape.array
+        assert page.data.dtype == np.dtype("<f2")
+        assert np.isfinite(page.data).all()
+        assert not page.data[..., page.tokens :, :].any(), "the padding is not zero"
+        assert relative_rms(page, wanted) <= 5e-3
+
+
+def relative_rms(page: Page, wanted: Page) -> float:
+    ours, theirs = page.data.astype(np.float64), wanted.data.astype(np.float64)
+    return float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
+
+
+def test_read_gives_a_fresh_array(engine: Engine) -> None:
+    order = request(prompt(200))
+    for page in export(engine, order):
+        page.data[...] = 1
+    assert export(engine, order)[0].data.std() > 0
+
+
+def test_pages_can_be_read_while_prefill_runs(engine: Engine) -> None:
+    order = request(prompt(2500))
+    running = engine.prefill(order)
+    try:
+        assert running.wait_ready(0, PATIENCE_S)
+        first = running.read(0)
+        assert not running.done, "2500 tokens in chunks of 64 cannot be done once the first page is"
+        assert (first.index, first.tokens) == (0, PAGE_TOKENS)
+        assert running.wait_ready(page_count(2499) - 1, PATIENCE_S)
+        assert running.done
+    finally:
+        running.close()
+
+
+def test_skipped_pages_are_given_back(engine: Engine, baseline: EngineStats) -> None:
+    order = request(prompt(300))
+    running = engine.prefill(order)
+    try:
+        running.skip_to(3)
+        assert running.read(3).tokens == PAGE_TOKENS
+        assert running.read(4).tokens == 299 - 4 * PAGE_TOKENS
+        assert eventually(lambda: engine.stats().held_pages == 0)
+        assert eventually(lambda: engine.stats().free_pages == baseline.free_pages)
+    finally:
+        running.close()
+
+
+def test_everything_skipped(engine: Engine) -> None:
+    assert export(engine, request(prompt(200)), first=page_count(199)) == []
+
+
+# Text
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_handoff_to_itself(engine: Engine, oracle: Oracle, tokens: int) -> None:
+    tally = Tally()
+    for seed in range(TEXTS):
+        order = request(prompt(tokens, seed))
+        pages = export(engine, order)
+        engine.reset_prefix_cache()
+        before = engine.stats().prompt_tokens_computed
+        ids, held, finish = deliver(engine, order, pages)
+        assert (held, finish) == (0, "length")
+        assert engine.stats().prompt_tokens_computed - before == 1
+        tally.compare(ids, oracle.text(order.token_ids))
+    assert tally.compared >= LEAST_COMPARED
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_handoff_to_the_reference(engine: Engine, twin: Engine, oracle: Oracle, tokens: int) -> None:
+    tally = Tally()
+    for seed in range(TEXTS):
+        order = request(prompt(tokens, seed))
+        ids, held, finish = deliver(twin, order, export(engine, order))
+        assert (held, finish) == (0, "length")
+        tally.compare(ids, oracle.text(order.token_ids))
+    assert tally.compared >= LEAST_COMPARED
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_handoff_from_the_reference(engine: Engine, twin: Engine, oracle: Oracle, tokens: int) -> None:
+    tally = Tally()
+    for seed in range(TEXTS):
+        order = request(prompt(tokens, seed))
+        before = engine.stats().prompt_tokens_computed
+        ids, held, finish = deliver(engine, order, export(twin, order))
+        assert (held, finish) == (0, "length")
+        assert engine.stats().prompt_tokens_computed - before == 1
+        tally.compare(ids, oracle.text(order.token_ids))
+    assert tally.compared >= LEAST_COMPARED
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_local(engine: Engine, oracle: Oracle, tokens: int) -> None:
+    tally = Tally()
+    for seed in range(TEXTS):
+        before = engine.stats().prompt_tokens_computed
+        ids = compute_locally(engine, request(prompt(tokens, seed)))
+        assert engine.stats().prompt_tokens_computed - before == tokens
+        tally.compare(ids, oracle.text(prompt(tokens, seed)))
+        engine.reset_prefix_cache()
+    assert tally.compared >= LEAST_COMPARED
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_wrong_page_changes_the_text(engine: Engine, twin: Engine, oracle: Oracle, index: int) -> None:
+    ids = oracle.sure_prompt(180)
+    pages, others = export(twin, request(ids)), export(twin, request(prompt(180, seed=77)))
+    assert deliver(engine, request(ids), pages)[0] == list(oracle.text(ids).tokens)
+    engine.reset_prefix_cache()
+    pages[index] = others[index]
+    assert deliver(engine, request(ids), pages)[0] != list(oracle.text(ids).tokens)
+
+
+def test_many_at_once(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    prompts = [oracle.sure_prompt(tokens) for tokens in (3, 40, 64, 65, 66, 100, 128, 129, 150, 192, 200, 260)]
+    incoming = [Waiter(lambda ids=ids: deliver(engine, request(ids), export(twin, request(ids)))[0]) for ids in prompts]
+    outgoing = [Waiter(lambda ids=ids: deliver(twin, request(ids), export(engine, request(ids)))[0]) for ids in prompts]
+    local = [Waiter(lambda ids=ids: compute_locally(engine, request(ids, salt="local"))) for ids in prompts]
+    for waiter, ids in zip([*incoming, *outgoing, *local], prompts * 3, strict=True):
+        waiter.join()
+        assert waiter.error is None
+        assert waiter.value == list(oracle.text(ids).tokens)
+
+
+# Prefix hits
+
+
+def test_the_same_prompt_again_is_held(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(130)
+    pages = export(twin, request(ids))
+    assert deliver(engine, request(ids), pages)[1] == 0
+    before = engine.stats().prompt_tokens_computed
+    text, held, _ = deliver(engine, request(ids), pages)
+    assert held == 2
+    assert text == list(oracle.text(ids).tokens)
+    assert engine.stats().prompt_tokens_computed - before == 1
+
+
+def test_a_shared_prefix_is_held(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(250)
+    other = oracle.sure_prompt(260, shared=ids[:150])
+    deliver(engine, request(ids), export(twin, request(ids)))
+    text, held, _ = deliver(engine, request(other), export(twin, request(other)))
+    assert held == 2
+    assert text == list(oracle.text(other).tokens)
+
+
+def test_nothing_is_held_across_salts_or_after_a_reset(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(200)
+    pages = export(twin, request(ids))
+    deliver(engine, request(ids, salt="a"), pages)
+    assert deliver(engine, request(ids, salt="b"), pages)[1] == 0
+    assert deliver(engine, request(ids, salt="a"), pages)[1] == 3
+    engine.reset_prefix_cache()
+    assert engine.stats().cached_pages == 0
+    assert deliver(engine, request(ids, salt="a"), pages)[1] == 0
+
+
+def test_prefill_reuses_what_it_computed(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(200)
+    export(engine, request(ids))
+    before = engine.stats().prompt_tokens_computed
+    text, _, _ = deliver(twin, request(ids), export(engine, request(ids)))
+    assert text == list(oracle.text(ids).tokens)
+    # 3 of 3 full pages; engines that run the last prompt token on P too compute 8 instead of 7.
+    assert engine.stats().prompt_tokens_computed - before in (7, 8)
+
+
+def test_a_local_request_uses_what_is_held(engine: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(200)
+    compute_locally(engine, request(ids))
+    before = engine.stats().prompt_tokens_computed
+    assert compute_locally(engine, request(ids)) == list(oracle.text(ids).tokens)
+    assert engine.stats().prompt_tokens_computed - before == 200 - 3 * PAGE_TOKENS
+
+
+# Sampling and limits
+
+
+def test_sampled_text_is_a_function_of_its_seed(engine: Engine) -> None:
+    def draw(seed: int) -> list[int]:
+        return compute_locally(engine, request(prompt(100), Sampling(max_tokens=16, temperature=1.0, seed=seed)))
+
+    compute_locally(engine, request(prompt(100)))  # so that all that follow have the same pages held
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_unseeded_texts_differ(engine: Engine) -> None:
+    free = Sampling(max_tokens=16, temperature=1.0)
+    texts = {tuple(compute_locally(engine, request(prompt(100), free))) for _ in range(3)}
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_a_narrow_filter_is_greedy(engine: Engine, oracle: Oracle, narrow: dict[str, float]) -> None:
+    ids = oracle.sure_prompt(100)
+    sampling = Sampling(max_tokens=8, seed=3, **narrow)  # type: ignore[arg-type]
+    assert compute_locally(engine, request(ids, sampling)) == list(oracle.text(ids).tokens)
+
+
+def test_top_k_bounds_the_choice(engine: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(100)
+    best = set(np.argsort(-oracle.logits(ids))[:8].tolist())  # 4 are allowed; a near tie may swap neighbours
+    hot = [Sampling(max_tokens=1, temperature=5.0, top_k=4, seed=seed) for seed in range(12)]
+    drawn = [compute_locally(engine, request(ids, sampling))[0] for sampling in hot]
+    assert set(drawn) <= best
+    assert 1 < len(set(drawn)) <= 4
+
+
+def test_a_stop_id_is_emitted_and_ends_the_text(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(100)
+    expected = list(oracle.text(ids).tokens)
+    stop = expected[3]
+    ends = expected.index(stop) + 1
+    sampling = Sampling(max_tokens=8, temperature=0.0, stop_token_ids=(5, stop))
+    text, _, finish = deliver(engine, request(ids, sampling), export(twin, request(ids)))
+    assert (text, finish) == (expected[:ends], "stop")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_max_tokens(engine: Engine, twin: Engine, oracle: Oracle, limit: int) -> None:
+    ids = oracle.sure_prompt(100)
+    sampling = Sampling(max_tokens=limit, temperature=0.0)
+    text, _, finish = deliver(engine, request(ids, sampling), export(twin, request(ids)))
+    assert (text, finish) == (list(oracle.text(ids).tokens)[:limit], "length")
+
+
+def test_tokens_sampled_counts(engine: Engine) -> None:
+    before = engine.stats().tokens_sampled
+    compute_locally(engine, request(prompt(70)))
+    assert engine.stats().tokens_sampled - before == 8
+
+
+# Import
+
+
+def test_pages_must_come_in_order(engine: Engine, twin: Engine) -> None:
+    order = request(prompt(200))
+    pages = export(twin, order)
+    admission = engine.admit(order)
+    try:
+        with pytest.raises(EngineError):
+            admission.import_page(pages[1])
+    finally:
+        admission.close()
+
+
+def test_read_only_pages_can_be_imported(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(150)
+    pages = export(twin, request(ids))
+    views = [Page(p.index, p.tokens, np.frombuffer(p.data.tobytes(), np.float16).reshape(p.data.shape)) for p in pages]
+    assert deliver(engine, request(ids), views)[0] == list(oracle.text(ids).tokens)
+
+
+# Admission
+
+
+def test_admission_times_out_and_recovers(engine: Engine, baseline: EngineStats) -> None:
+    admitted = []
+    try:
+        with pytest.raises(DeadlineError):
+            for seed in range(64):
+                admitted.append(engine.admit(request(prompt(1025, seed)), timeout_s=0.3))
+        assert admitted
+    finally:
+        for admission in admitted:
+            admission.close()
+    assert settles(engine, baseline)
+    assert len(compute_locally(engine, request(prompt(1025)))) == 8
+
+
+def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -> None:
+    admitted = []
+    with pytest.raises(DeadlineError):
+        for seed in range(64):
+            admitted.append(engine.admit(request(prompt(1025, seed)), timeout_s=0.3))
+    waiting = Waiter(lambda: engine.admit(request(prompt(1025, 99)), timeout_s=PATIENCE_S).close())
+    admitted.pop().close()
+    waiting.join()
+    for admission in admitted:
+        admission.close()
+    assert waiting.error is None
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(engine: Engine) -> None:
+    order = request(prompt(7900))
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine.admit(order, timeout_s=PATIENCE_S)
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine.prefill(order).wait_ready(0, PATIENCE_S)
+
+
+def test_held_pages_hold_back_new_prompts_only(engine: Engine) -> None:
+    first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
+    assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
+    second = engine.prefill(request(prompt(100, seed=1)))
+    assert not second.wait_ready(0, 0.5), "a prompt began though the quota of held pages is used up"
+    assert len(compute_locally(engine, request(prompt(50)))) == 8  # decoding goes on
+    first.close()
+    assert second.wait_ready(0, PATIENCE_S)
+    second.close()
+
+
+# Cancel
+
+
+def next_request_is_right(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats) -> bool:
+    assert settles(engine, baseline)
+    ids = oracle.sure_prompt(130)
+    engine.reset_prefix_cache()
+    expected = list(oracle.text(ids).tokens)
+    arrived = deliver(engine, request(ids), export(twin, request(ids)))[0]
+    engine.reset_prefix_cache()
+    left = deliver(twin, request(ids), export(engine, request(ids)))[0]
+    return arrived == expected and left == expected and settles(engine, baseline)
+
+
+@pytest.mark.parametrize("phase", ["at once", "mid-prefill", "pages unread", "half read"])
+def test_close_of_a_prefill(
+    engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str
+) -> None:
+    running = engine.prefill(request(prompt(900)))
+    if phase != "at once":
+        assert running.wait_ready(0 if phase == "mid-prefill" else 14, PATIENCE_S)
+    if phase == "half read":
+        running.read(0)
+        running.skip_to(5)
+        running.read(7)
+    running.close()
+    running.close()
+    with pytest.raises(HandoffCancelledError):
+        running.wait_ready(14, PATIENCE_S)
+    with pytest.raises(HandoffCancelledError):
+        running.read(14)
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+@pytest.mark.parametrize("phase", ["admitted", "half imported", "imported", "decoding"])
+def test_close_of_an_admission(
+    engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str
+) -> None:
+    order = request(prompt(400), Sampling(max_tokens=500, temperature=0.0))
+    pages = export(twin, order)
+    admission = engine.admit(order)
+    import_missing(admission, {"admitted": [], "half imported": pages[:3]}.get(phase, pages))
+    if phase == "decoding":
+        steps = admission.decode()
+        assert next(steps).token_ids
+        admission.close()
+        with pytest.raises(HandoffCancelledError):
+            read_text(steps)
+    admission.close()
+    admission.close()
+    with pytest.raises((HandoffCancelledError, EngineError)):
+        admission.import_page(pages[3])
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+def test_close_of_a_local_request_in_its_prefill(
+    engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats
+) -> None:
+    admission = engine.admit(request(prompt(2000)), local=True)
+    waiter = Waiter(lambda: read_text(admission.decode()))
+    assert eventually(lambda: engine.stats().prompt_tokens_computed > baseline.prompt_tokens_computed)
+    admission.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+def test_close_wakes_a_decode_loop(engine: Engine) -> None:
+    admission = engine.admit(request(prompt(50), Sampling(max_tokens=2000, temperature=0.0)), local=True)
+    steps = admission.decode()
+    next(steps)
+    waiter = Waiter(lambda: read_text(steps))
+    admission.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+
+
+@pytest.mark.parametrize("call", ["wait_ready", "read"])
+def test_close_wakes_who_waits_for_a_page(engine: Engine, call: str) -> None:
+    first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
+    assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
+    second = engine.prefill(request(prompt(100, seed=1)))  # held back by the quota
+    waiter = Waiter(lambda: second.read(0) if call == "read" else second.wait_ready(0, PATIENCE_S))
+    second.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+    first.close()
+
+
+def test_neighbours_do_not_notice_a_cancel(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(129, 12)
+    order = request(ids, Sampling(max_tokens=12, temperature=0.0))
+    pages = export(twin, order)
+    staying = [Waiter(lambda: deliver(engine, order, pages)[0]) for _ in range(2)]
+    leaving = [engine.admit(request(prompt(90, seed)), local=True) for seed in range(3)]
+    for admission in leaving:
+        steps = admission.decode()
+        next(steps)
+        admission.close()
+    for waiter in staying:
+        waiter.join()
+        assert waiter.error is None
+        assert waiter.value == list(oracle.text(ids, 12).tokens)
+

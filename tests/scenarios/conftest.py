@@ -1,0 +1,67 @@
+"""Two systems of real processes for the whole session: a cheap one, and one with every real engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import machine
+from pipeline.sample import tiny
+from tests.scenarios.system import System, free_port, system, worker
+
+MODEL = Path("models/smollm2-135m")
+LEASE_S = 3.0
+
+
+def required(engine: str) -> None:
+    """Skip where `engine` is not installed, fail where the run says it must be."""
+    if engine in machine.engines(Path(), Path(sys.prefix), sys.platform) or engine == "reference":
+        return
+    if engine in os.environ.get("CROSSFILL_REQUIRE_ENGINES", "").split(","):
+        pytest.fail(f"{engine} must be installed for this run (CROSSFILL_REQUIRE_ENGINES)")
+    pytest.skip(f"{engine} is not installed")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def cheap(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One `reference` replica in each role, a budget of a few tiny pages, policy `fail`."""
+    engine = {"chunk_tokens": 64}
+    settings = {
+        "api": {"model": tiny_model, "port": free_port()},
+        "broker": {"budget_bytes": 1 << 18},
+        "handoff": {"failure_policy": "fail", "queue_s": 20, "accept_s": 20, "progress_s": 20},
+        "workers": [
+            worker("ref-p", "reference", tiny_model, "prefill", lease_s=LEASE_S, engine_settings=engine),
+            worker("ref-d", "reference", tiny_model, "decode", lease_s=LEASE_S, engine_settings=engine),
+        ],
+    }
+    with system(settings, tmp_path_factory.mktemp("cheap")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """vLLM, MLX and `reference` on the real model, each able to do both roles; 8 MiB of budget, policy `fail`."""
+    for engine in ("vllm", "mlx"):
+        required(engine)
+    if not (MODEL / "config.json").exists():
+        pytest.fail(f"{MODEL} is missing: make models")
+    assert importlib.util.find_spec("openai"), "the dev extra is not installed"
+    settings = {
+        "api": {"model": MODEL, "port": free_port()},
+        "broker": {"budget_bytes": 8 << 20},
+        "handoff": {"failure_policy": "fail"},
+        "workers": [worker(f"{engine}-0", engine, MODEL) for engine in ("vllm", "mlx", "reference")],
+    }
+    with system(settings, tmp_path_factory.mktemp("real")) as running:
+        yield running

@@ -1,0 +1,121 @@
+"""System: a whole Crossfill in processes of its own, seen as a client and an operator see it: `/v1` and the broker."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis import Redis
+
+from pipeline.cli import machine
+from pipeline.cli.fleet import Fleet
+from pipeline.settings import Settings
+
+READY_S = 300.0
+SETTLE_S = 20.0  # an upper bound for a loaded machine; the promise is 2 s plus one engine step
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    finish: str
+    usage: dict[str, Any]
+    trace: dict[str, Any]
+
+
+class System:
+    """`fleet` is running. Everything here goes over the network."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        assert fleet.settings.api is not None
+        self.fleet = fleet
+        self.url = fleet.url
+        self.model = fleet.settings.api.served_name or fleet.settings.api.model.name
+        self.http = httpx.Client(base_url=fleet.url, timeout=300)
+        self.broker = Redis.from_url(fleet.settings.broker.url)
+
+    def complete(self, prompt: Sequence[int] | str, route: str, **body: Any) -> Answer:
+        """One completion, greedy unless told otherwise, with a salt of its own unless one is given."""
+        answer = self.post(prompt, route, **body)
+        assert answer.status_code == 200, answer.text
+        raw = answer.json()
+        return Answer(raw["choices"][0]["text"], raw["choices"][0]["finish_reason"], raw["usage"], raw["crossfill"])
+
+    def post(self, prompt: Sequence[int] | str, route: str, **body: Any) -> httpx.Response:
+        payload = {
+            "model": self.model,
+            "prompt": list(prompt) if not isinstance(prompt, str) else prompt,
+            "max_tokens": 16,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": secrets.token_hex(8),
+        }
+        headers = {"X-Crossfill-Route": route, "X-Crossfill-Trace": "1"}
+        return self.http.post("/v1/completions", json=payload | body, headers=headers)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.http.get("/status").json())
+
+    def stats(self, replica: str) -> dict[str, int]:
+        """Engine gauges and counters of one replica, at most a heartbeat old."""
+        return dict(next(r["stats"] for r in self.status()["replicas"] if r["name"] == replica))
+
+    def settled(self) -> dict[str, Any]:
+        """Wait until nothing is in flight anywhere, then the status. Fails the test if that takes too long."""
+        eventually(self.idle)
+        return self.status()
+
+    def idle(self) -> bool:
+        status = self.status()
+        engines = all(r["stats"]["running"] == r["stats"]["held_pages"] == 0 for r in status["replicas"])
+        jobs = all(count == 0 for r in status["replicas"] for count in r["load"].values())
+        return engines and jobs and not status["live"] and self.leftovers() == []
+
+    def leftovers(self) -> list[str]:
+        """Keys of any handoff, or of the budget while bytes are in flight."""
+        names = [key.decode() for key in self.broker.scan_iter("cf:*", count=1000)]
+        total = int(self.broker.get("cf:budget:total") or 0)  # type: ignore[arg-type]
+        return sorted(name for name in names if "{" in name) + ([f"budget total {total}"] if total else [])
+
+
+def eventually(true: Callable[[], bool], timeout_s: float = SETTLE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"still not: {true}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def system(settings: dict[str, Any], directory: Path) -> Iterator[System]:
+    """Start it, wait until it is ready, stop it."""
+    fleet = Fleet(Settings.model_validate(settings), directory, os.environ)
+    try:
+        fleet.start()
+        for _ in fleet.wait_ready(READY_S):
+            pass
+        yield System(fleet)
+    finally:
+        killed = fleet.stop()
+    assert killed == [], "a process did not end by itself"
+
+
+def worker(name: str, engine: str, model: Path, role: str = "both", **settings: Any) -> dict[str, Any]:
+    """Settings of one replica in the environment where its engine is installed."""
+    pythons = machine.engines(Path(), Path(sys.prefix), sys.platform)
+    python = pythons.get(engine, Path(sys.executable))
+    return {"name": name, "engine": engine, "model": model, "role": role, "python": python} | settings
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
