@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How D draws tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `seed` None is unseeded."""

@@ -156,6 +156,12 @@ def _prefill_load(replica: Candidate) -> float:
     return replica.load.get("prefill_running", 0) / max(replica.slots, 1)
 
 
+def queues(replica: Candidate) -> list[str]:
+    """The queues that `replica` takes jobs from."""
+    prefill = [keys.prefill_queue(replica.engine, replica.contract.digest)] if _has(replica, "prefill") else []
+    return prefill + ([keys.decode_queue(replica.name)] if _has(replica, "decode") else [])
+
+
 def _has(replica: Candidate, role: str) -> bool:
     return replica.role in (role, "both")
 

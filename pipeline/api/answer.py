@@ -78,19 +78,21 @@ class Answer(Response):
         self._telling = telling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_stream(send) if self._telling.stream else self._send_json(scope, receive, send)
+        tell = self._send_stream(send) if self._telling.stream else self._send_json(scope, receive, send)
         try:
-            await until_gone(receive, work)
+            await until_gone(receive, tell)
         except ClientGoneError:
             _log.info("%s %s: the client went away", scope["method"], scope["path"])
+        finally:
+            await self._relay.close()
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._relay as relay:
-            texts = [""] * len(relay.choices)
-            while not relay.done:
-                event = await relay.next()
-                assert event is not None  # there was no timeout
-                texts[event.index] += event.text
+        await self._relay.open()
+        texts = [""] * len(self._relay.choices)
+        while not self._relay.done:
+            event = await self._relay.next()
+            assert event is not None  # there was no timeout
+            texts[event.at] += event.text
         await JSONResponse(self._body(texts))(scope, receive, send)
 
     def _body(self, texts: list[str]) -> JSON:
@@ -99,27 +101,27 @@ class Answer(Response):
         return {**shape.head(stream=False), "choices": told, "usage": usage(choices), **self._trace()}
 
     async def _send_stream(self, send: Send) -> None:
-        async with self._relay as relay:
-            first = await relay.next(self._telling.pace.hold_s)
-            await send(_start())
-            try:
-                await self._send_events(relay, first, send)
-            except Exception as error:
-                if not isinstance(error, CrossfillError):
-                    _log.exception("a stream broke")
-                await send(_data(errors.problem(error).body))
-            await send(_part(b"data: [DONE]\n\n", more=False))
+        await self._relay.open()
+        first = await self._relay.next(self._telling.pace.hold_s)
+        await send(_start())
+        try:
+            await self._send_events(first, send)
+        except Exception as error:
+            if not isinstance(error, CrossfillError):
+                _log.exception("a stream broke")
+            await send(_data(errors.problem(error).body))
+        await send(_part(b"data: [DONE]\n\n", more=False))
 
-    async def _send_events(self, relay: Relay, event: Event | None, send: Send) -> None:
-        for index in range(len(relay.choices)):
+    async def _send_events(self, event: Event | None, send: Send) -> None:
+        for index in range(len(self._relay.choices)):
             if opening := self._telling.shape.opening(index):
                 await send(self._chunk([opening]))
         while True:
             for message in self._told(event):
                 await send(message)
-            if relay.done:
+            if self._relay.done:
                 break
-            event = await relay.next(self._telling.pace.keep_alive_s)
+            event = await self._relay.next(self._telling.pace.keep_alive_s)
         if self._telling.usage:
             await send(self._chunk([], last=True))
 
@@ -127,10 +129,10 @@ class Answer(Response):
         if event is None:
             return [_part(b": keep-alive\n\n")]
         shape = self._telling.shape
-        told = [self._chunk([shape.piece(event.index, event.text)])] if event.text else []
+        told = [self._chunk([shape.piece(event.at, event.text)])] if event.text else []
         if event.finish:
             last = self._relay.done and not self._telling.usage
-            told.append(self._chunk([shape.closing(event.index, event.finish)], last=last))
+            told.append(self._chunk([shape.closing(event.at, event.finish)], last=last))
         return told
 
     def _chunk(self, choices: list[JSON], *, last: bool = False) -> Message:

@@ -8,13 +8,15 @@ import re
 import uuid
 from collections.abc import AsyncIterator
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.api import admin, chat, completions, errors
+from pipeline.api import admin, chat, completions, errors, served
 from pipeline.api.answer import Pace
+from pipeline.api.backend import BrokerBackend
 from pipeline.api.edge import Edge, unix_time
 from pipeline.api.relay import Backend
 from pipeline.api.served import Served
@@ -26,7 +28,7 @@ _DRAIN_S = 30  # what a stopping server grants its running answers; then they ar
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: ApiSettings, served: Served, backend: Backend, *, pace: Pace | None = None) -> FastAPI:
+def create_app(settings: ApiSettings, model: Served, backend: Backend, *, pace: Pace | None = None) -> FastAPI:
     """The ASGI application over any backend. Its lifespan starts and closes the backend."""
 
     @contextlib.asynccontextmanager
@@ -38,7 +40,7 @@ def create_app(settings: ApiSettings, served: Served, backend: Backend, *, pace:
             await backend.close()
 
     app = FastAPI(title="Crossfill", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    edge = Edge(served, backend, settings.max_body_bytes, settings.default_max_tokens, pace or Pace())
+    edge = Edge(model, backend, settings.max_body_bytes, settings.default_max_tokens, pace or Pace())
     errors.install(app)
     app.include_router(admin.routes(edge))
     _add_inference(app, edge)
@@ -100,16 +102,16 @@ def _request_id(headers: Headers) -> str:
 
 
 def serve(settings: Settings) -> None:
-    """Run until SIGINT or SIGTERM, then stop accepting and let running answers finish. Raises ConfigError."""
-    import uvicorn
+    """Run until SIGINT or SIGTERM, then stop accepting and let running answers finish.
 
-    from pipeline.api import served
-    from pipeline.api.backend import BrokerBackend
-
+    Raises ConfigError, BrokerError: what can be found wrong before a port is opened is.
+    """
     if settings.api is None:
         raise ConfigError("api.model is not set: which model is to be served?")
     model = served.load(settings.api, created=unix_time())
-    app = create_app(settings.api, model, BrokerBackend(settings, model.contract))
+    backend = BrokerBackend(settings, model.contract, model.name)
+    backend.require_broker()
+    app = create_app(settings.api, model, backend)
     uvicorn.run(
         app, host=settings.api.host, port=settings.api.port, timeout_graceful_shutdown=_DRAIN_S, log_level="info"
     )

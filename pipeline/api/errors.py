@@ -69,7 +69,7 @@ class ProblemError(CrossfillError):
 def problem(error: BaseException) -> Problem:
     """What is not one of our errors says nothing of itself."""
     if isinstance(error, ProblemError):
-        return error.problem._replace(message=sanitise(str(error)))
+        return error.problem._replace(message=shorten(str(error)))
     if not isinstance(error, CrossfillError):
         return Problem(500, "internal_error", "Internal server error.")
     ours = isinstance(error, RequestError)  # about the client's own words: nothing of ours to hide

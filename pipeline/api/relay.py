@@ -1,7 +1,7 @@
 """Relay: one client request, its handoffs (one per choice) and the text events that come back.
 
 Rules: (1) every handoff is read as fast as it comes, however slow the client is; the queue is bounded by
-`max_tokens`. (2) Leaving the relay before the end cancels what is still running, on every path out.
+`max_tokens`. (2) Closing before the end cancels what is still running.
 (3) A failure is raised from `next`, never turned into a finish.
 """
 
@@ -11,12 +11,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
-from pipeline.api.errors import Problem, ProblemError
+from pipeline.api.errors import Problem, ProblemError, sanitise
 from pipeline.api.output import Output
 from pipeline.errors import BrokerError, CrossfillError
 from pipeline.request import Request
@@ -93,9 +92,9 @@ class Backend(Protocol):
 
 
 class Event(NamedTuple):
-    """Text of one choice; `finish` on its last. `text` may be empty: something happened, nothing to show."""
+    """Text of choice number `at`; `finish` on its last. `text` may be empty: something happened, nothing to show."""
 
-    index: int
+    at: int
     text: str
     finish: str | None = None
 
@@ -119,7 +118,7 @@ class Choice:
 
 
 class Relay:
-    """`async with Relay(...) as relay`, then `next` until `done`."""
+    """`open`, `next` until `done`, `close`."""
 
     def __init__(self, backend: Backend, choices: Sequence[Choice], wish: Wish, *, traced: bool = False) -> None:
         self.choices = tuple(choices)
@@ -135,19 +134,18 @@ class Relay:
         """Every choice's last event was returned."""
         return self._left == 0
 
-    async def __aenter__(self) -> Self:
-        try:
-            for index, choice in enumerate(self.choices):
-                await self._begin(index, choice)
-        except BaseException:
-            await self._close()
-            raise
-        return self
+    async def open(self) -> None:
+        """Submit every choice. Raises what the backend refuses; `close` is owed even then."""
+        for index, choice in enumerate(self.choices):
+            await self._begin(index, choice)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close()
+    async def close(self) -> None:
+        """Cancel what has not ended, forget what has. Not to be run by a task that a disconnect cancels."""
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            for reader in self._readers:
+                reader.cancel()
+            await asyncio.gather(*self._readers, return_exceptions=True)
+            await asyncio.gather(*(self._end(choice) for choice in self.choices if choice.submission))
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event of any choice; None after `timeout_s` of silence. Raises what ended a handoff."""
@@ -201,22 +199,18 @@ class Relay:
         except CrossfillError as error:  # the answer is complete all the same
             _log.warning("end of a handoff not settled: %s", error)
 
-    async def _close(self) -> None:
-        with anyio.move_on_after(_CLOSE_S, shield=True):
-            for reader in self._readers:
-                reader.cancel()
-            await asyncio.gather(*self._readers, return_exceptions=True)
-            await asyncio.gather(*(self._end(choice) for choice in self.choices if choice.submission))
-
     async def _end(self, choice: Choice) -> None:
         assert choice.submission is not None
         try:
-            if not choice.ended:
-                await choice.submission.cancel("the client is gone or a sibling choice failed")
-            await choice.submission.close()
+            try:
+                if not choice.ended:
+                    await choice.submission.cancel("the client is gone or a sibling choice failed")
+            finally:
+                await choice.submission.close()
         except CrossfillError as error:
             _log.warning("handoff left to its lease: %s", error)
 
 
 def _failed(error: Failure) -> ProblemError:
-    return ProblemError(Problem(error.http_status, error.code, error.message, None, error.retryable))
+    """A worker's words may name its paths and addresses."""
+    return ProblemError(Problem(error.http_status, error.code, sanitise(error.message), None, error.retryable))

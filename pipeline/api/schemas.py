@@ -172,8 +172,8 @@ class CompletionAsk(Ask):
     prompt: (
         PromptText
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[PromptText], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     echo: bool | None = None
 
@@ -182,8 +182,14 @@ class CompletionAsk(Ask):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Any:
+        if len(self.prompts) > MAX_PROMPTS:
+            raise _Refused("prompt", f"`prompt` may hold at most {MAX_PROMPTS} prompts")
+        return self
 
 
 class _Refused(ValueError):

@@ -35,12 +35,12 @@ class StopMatcher:
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
+        """Start and text of the winner. A stop that starts earlier but is not complete yet does not count: to wait
+        for it would let a text run on that has met a stop."""
         found = [(at, len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if not found:
             return None
         at, _, stop = min(found)
-        # An earlier start that could still complete outranks this match only if it is seen to complete later;
-        # waiting for it would hold text without bound, so the first stop that completes ends the text.
         return at, stop
 
 

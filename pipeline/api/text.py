@@ -18,6 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from pipeline.checkpoint import chat_template
+from pipeline.checkpoint.config import read_json
 from pipeline.errors import ConfigError, InvalidParameterError
 
 Message = Mapping[str, Any]
@@ -50,13 +52,14 @@ class Text:
     @classmethod
     def load(cls, directory: Path, *, clock: Clock = datetime.now) -> Text:
         """Raises ConfigError naming the file that is missing or cannot be read."""
-        config = _read_json(directory / "tokenizer_config.json")
+        path = directory / "tokenizer_config.json"
+        config = read_json(path) if path.exists() else {}
         try:
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer.json of the model cannot be read: {error}") from error
         try:
-            return cls(tokenizer, _template_source(directory, config), _special_tokens(config), clock=clock)
+            return cls(tokenizer, chat_template(directory), _special_tokens(config), clock=clock)
         except TemplateError as error:
             raise ConfigError(f"the chat template of the model is not valid Jinja: {error}") from error
 
@@ -171,29 +174,6 @@ def _cut(text: str) -> str:
     if at < 0:
         raise InvalidParameterError("continue_final_message", "The chat template does not show the final message.")
     return text[:at]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name} of the model is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path.name} of the model is not a JSON object")
-    return found
-
-
-def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja` wins over the config's entry, a text or a list of named texts (`default` is ours)."""
-    own = directory / "chat_template.jinja"
-    if own.exists():
-        return own.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

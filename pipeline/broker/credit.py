@@ -86,10 +86,10 @@ class Credit:
         """
         budget = self._settings.budget_bytes
         args = [str(self.attempts), self._field(sequence), size, budget, SHARE_DIVISOR, self._ttl_ms]
-        answer = self._evaluate("reserve", args, [keys.BUDGET_ARRIVALS])[0].decode()
+        *_, status = self._evaluate("reserve", args, [keys.BUDGET_ARRIVALS])
+        answer = self._current(status)
         if answer == Answer.REFUSED:
             raise BudgetTooSmallError(budget, size)
-        self._require_current(answer)
         return answer == Answer.GRANTED
 
     def send(self, sequence: int, header: bytes, payload: Buffer) -> Exception | str:
@@ -102,13 +102,13 @@ class Credit:
 
         def store(pipe: Pipeline) -> None:
             if payload:
-                pipe.set(key, payload, px=ttl_ms)  # type: ignore[arg-type]  # a memoryview goes to the socket as it is
+                pipe.set(key, payload, px=ttl_ms)  # a memoryview goes to the socket as it is
 
         entry = entry_id(self.attempts, sequence)
         args = [str(self.attempts), entry, header, len(payload), self._field(sequence), self._ttl_ms]
-        stored, answer = self._evaluate("header", args, before=store)
-        self._require_current(status := answer.decode())
-        return stored if isinstance(stored, Exception) else status
+        *stored, answer = self._evaluate("header", args, before=store)
+        status = self._current(answer)
+        return stored[0] if status == "missing" and isinstance(stored[0], Exception) else status
 
     def give_back(self, sequence: int) -> None:
         """The page is in the engine, or is given up: payload, credit and header entry go. Once is enough."""
@@ -118,7 +118,7 @@ class Credit:
         """`give_back`, and in the same round trip `fetch` of frame `following`."""
         key, args = self.payload_key(following), [self._field(sequence), entry_id(self.attempts, sequence)]
         fetched, _ = self._evaluate("imported", args, before=lambda pipe: pipe.getrange(key, 0, limit - 1))
-        return cast(bytes, fetched)
+        return fetched if isinstance(fetched, bytes) else b""  # an error: whoever needs it asks again
 
     def fetch(self, sequence: int, limit: int) -> bytes:
         """At most `limit` bytes of a payload, whatever its size: nobody can make us allocate more. b"" when gone."""
@@ -160,10 +160,12 @@ class Credit:
             raise results[-1]
         return results
 
-    def _require_current(self, status: str) -> None:
-        """Only D ends a fence: a writer without one is no longer wanted."""
+    def _current(self, reply: bytes) -> str:
+        """A script's status. Only D ends a fence: a writer without one is no longer wanted."""
+        status = reply.decode()
         if status in ("stale", "gone"):
             raise StaleAttemptError(f"attempt {self.attempts} may not write any more: its fence is {status}")
+        return status
 
 
 def raise_fence(client: Redis, handoff_id: str, attempts: Attempts, settings: BrokerSettings) -> None:

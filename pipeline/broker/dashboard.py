@@ -27,7 +27,7 @@ def create_app(redis_url: str) -> Any:
         from rq_dashboard import default_settings, web
     except ImportError as error:
         raise ConfigError(f"the dashboard needs `pip install crossfill[dashboard]` ({error})") from error
-    rq.serializers.PickleSerializer = rq.serializers.JSONSerializer  # type: ignore[assignment, misc]
+    rq.serializers.PickleSerializer = rq.serializers.JSONSerializer  # type: ignore[assignment]
     web.config.serializer = rq.serializers.JSONSerializer
     app = flask.Flask("crossfill-dashboard")
     app.config.from_object(default_settings)

@@ -25,6 +25,7 @@ Kind = Literal["valkey", "redis"]
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
+_PROBE_S = 0.5  # a stranger on our port may accept and never answer
 _ATTEMPTS = 5  # a port that was free a moment ago may be taken by the time the server binds it
 _WATCHDOG = 'read -r _; kill -KILL "$1"'
 
@@ -120,10 +121,9 @@ class EmbeddedServer:
         """Wait until our own process answers on `port`; False when it ended or takes too long."""
         assert self._server is not None
         deadline = time.monotonic() + START_TIMEOUT_S
-        with connect(f"redis://{_HOST}:{port}/0") as client:
+        with connect(f"redis://{_HOST}:{port}/0?socket_timeout={_PROBE_S}") as client:
             while self._server.poll() is None and time.monotonic() < deadline:
                 try:
-                    # A stranger may hold the port while ours is still about to fail on it.
                     if client.info("server")["process_id"] == self._server.pid:
                         return True
                 except RedisError:

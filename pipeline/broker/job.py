@@ -6,14 +6,20 @@ serializer is pickle, by which whoever may write to the broker runs code in ever
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from redis import Redis
+from redis.exceptions import ResponseError
 from rq import Queue
+from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
 
+from pipeline.errors import PeerError
+
+_log = logging.getLogger(__name__)
 PREFILL_JOB = "pipeline.workers.prefill.run"
 DECODE_JOB = "pipeline.workers.decode.run"
 JOBS = {PREFILL_JOB: "prefill", DECODE_JOB: "decode"}
@@ -28,7 +34,7 @@ class JobSpec(NamedTuple):
     meta: dict[str, str]
 
 
-class HandoffJob(Job):  # type: ignore[misc, unused-ignore]
+class HandoffJob(Job):
     """A job that brings nothing to execute.
 
     RQ would import and call the callbacks named in a job's hash, and post to its webhooks: whoever may write to the
@@ -42,13 +48,43 @@ class HandoffJob(Job):  # type: ignore[misc, unused-ignore]
         self.retries_left = self.repeats_left = self.rate_limit_key = None
         self._dependency_ids = []
 
+    @property
+    def handoff_id(self) -> str:
+        """The one argument. Raises PeerError for any other shape (RQ's DeserializationError for what is not JSON)."""
+        if self.instance is None and not self.kwargs and len(self.args) == 1 and isinstance(self.args[0], str):
+            return self.args[0]
+        raise PeerError("a job must carry a handoff id and nothing else")
+
 
 def open_queue(client: Redis, name: str) -> Queue:
     """RQ's queue `name` with JSON jobs. Every use of RQ in this package goes through it: the default unpickles."""
     return Queue(name, connection=client, serializer=JSONSerializer, job_class=HandoffJob)
 
 
-class _NoPenalty(BaseDeathPenalty):  # type: ignore[misc, unused-ignore]
+def fetch(client: Redis, queue: Queue, job_id: str) -> HandoffJob | None:
+    """A job that was moved out of `queue`. None for one that has expired, and for one whose record RQ cannot read:
+    both are removed, the latter because a dashboard could not show it either. Raises redis's connection errors.
+    """
+    try:
+        job: HandoffJob = HandoffJob.fetch(job_id, connection=client, serializer=JSONSerializer)  # type: ignore[assignment]
+    except NoSuchJobError:
+        client.lrem(queue.intermediate_queue_key, 1, job_id)
+        return None
+    except (TypeError, ValueError, AttributeError, LookupError, ResponseError) as error:
+        _log.error("job %s is not readable and removed: %s: %s", job_id, type(error).__name__, error)
+        client.unlink(Job.key_for(job_id))
+        client.lrem(queue.intermediate_queue_key, 1, job_id)
+        return None
+    job.origin = queue.name  # where it really came from: all further bookkeeping goes by it
+    return job
+
+
+def text(value: object) -> str:
+    """A key or member as redis-py's types promise it: bytes or str."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+class NoPenalty(BaseDeathPenalty):
     """RQ's own interrupts the main thread by SIGALRM, in the midst of whatever an engine does there."""
 
     def setup_death_penalty(self) -> None: ...

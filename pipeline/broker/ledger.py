@@ -108,6 +108,7 @@ class Ledger:
             "at_created": now,
         }
         with translate(), self._client.pipeline(transaction=True) as pipe:
+            pipe.multi()  # RQ wants to find the transaction begun
             pipe.hset(names.record, mapping=record)  # type: ignore[arg-type]
             pipe.pexpire(names.record, self._ttl_ms)
             pipe.zadd(keys.LIVE, {request.handoff_id: now})

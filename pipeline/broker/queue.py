@@ -19,22 +19,21 @@ from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from rq import Queue
 from rq.command import parse_payload
-from rq.exceptions import NoSuchJobError
+from rq.exceptions import DeserializationError
 from rq.executions import Execution
-from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job, JobStatus
-from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
+from rq.registry import CanceledJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker, WorkerStatus
 from rq.worker_registration import clean_worker_registry
 
 from pipeline.broker.connect import translate
-from pipeline.broker.job import DECODE_JOB, JOBS, PREFILL_JOB, HandoffJob, JobSpec, NoPenalty, open_queue
-from pipeline.broker.scripts import Scripts
+from pipeline.broker.job import DECODE_JOB, JOBS, PREFILL_JOB, HandoffJob, JobSpec, NoPenalty, fetch, open_queue, text
+from pipeline.broker.retention import requeue_front, tidy
 from pipeline.errors import BrokerError, HandoffCancelledError, PeerError
 from pipeline.settings import BrokerSettings
 
@@ -52,10 +51,8 @@ __all__ = [
 JSON = Mapping[str, object]
 Handler = Callable[[str], JSON]
 
-STUCK_MS = 30_000  # a job handed out for this long and not begun: its worker died in between
-POLL_S = 1  # how long one look for a job, or for a free slot, blocks
 RESULT_BYTES = 4096
-_DAY_MS = 86_400_000
+_PAUSE_S = 1.0  # after trouble with the broker, before the next attempt
 _TTL_S = 90  # a silent worker's record, and its jobs' claim to be running, end after this
 
 
@@ -82,16 +79,6 @@ def enqueue(pipe: Pipeline, client: Redis, spec: JobSpec, settings: BrokerSettin
     return str(job.id)
 
 
-def requeue_front(client: Redis, queue_name: str, job_id: str) -> bool:
-    """Put back a job that was handed out but not begun, as the next one; True for the one caller that did it.
-
-    Raises BrokerError.
-    """
-    queue = open_queue(client, queue_name)
-    with translate():
-        return bool(Scripts(client).run("queue_return", [queue.intermediate_queue_key, queue.key], [job_id]))
-
-
 def queue_lengths(client: Redis, names: Iterable[str]) -> dict[str, int]:
     """Jobs waiting in each queue. Raises BrokerError."""
     wanted = list(names)
@@ -101,59 +88,7 @@ def queue_lengths(client: Redis, names: Iterable[str]) -> dict[str, int]:
         return dict(zip(wanted, pipe.execute(), strict=True))
 
 
-def tidy(client: Redis, queue_names: Iterable[str], *, cancelled_ttl_s: float = 60.0) -> None:
-    """Keep RQ's registries of these queues from growing. Safe anywhere, any number of times. Raises BrokerError.
-
-    Ended jobs past their TTL leave; RQ never does that for cancelled ones. A job whose worker died while it ran is
-    failed. One that was handed out and never begun is queued again. Ids whose job has expired are dropped.
-    """
-    with translate():
-        for name in queue_names:
-            queue = open_queue(client, name)
-            for kind in (FinishedJobRegistry, FailedJobRegistry, StartedJobRegistry):
-                kind(name, connection=client, job_class=HandoffJob, serializer=JSONSerializer).cleanup()
-            _forget_cancelled(client, name, cancelled_ttl_s)
-            _drop_expired(client, queue)
-            _rescue(client, queue)
-
-
-def _forget_cancelled(client: Redis, name: str, ttl_s: float) -> None:
-    registry = CanceledJobRegistry(name, connection=client)
-    now_s = client.time()[0]
-    for job_id in map(_text, client.zrangebyscore(registry.key, "-inf", now_s - ttl_s)):
-        # RQ's own cancel leaves the job without a TTL. A requeued one is no longer cancelled, and stays.
-        if client.hget(Job.key_for(job_id), "status") == JobStatus.CANCELED.value.encode():
-            client.unlink(Job.key_for(job_id), Result.get_key(job_id))
-        client.zrem(registry.key, job_id)
-
-
-def _drop_expired(client: Redis, queue: Queue) -> None:
-    for key in (queue.key, queue.intermediate_queue_key):
-        ids = [_text(job_id) for job_id in client.lrange(key, 0, -1)]
-        with client.pipeline(transaction=False) as pipe:
-            for job_id in ids:
-                pipe.exists(Job.key_for(job_id))
-            there = pipe.execute()
-        for job_id in (job_id for job_id, exists in zip(ids, there, strict=True) if not exists):
-            client.lrem(key, 1, job_id)
-
-
-def _rescue(client: Redis, queue: Queue) -> None:
-    """The age of a mark counts how long a job has been seen between the queue and a worker: one server's clock."""
-    handed_out = IntermediateQueue(queue.key, client)
-    for job_id in handed_out.get_job_ids():
-        mark = handed_out.get_first_seen_key(job_id)
-        client.set(mark, 1, nx=True, px=_DAY_MS)
-        if _DAY_MS - client.pttl(mark) >= STUCK_MS:
-            client.unlink(mark)
-            requeue_front(client, queue.name, job_id)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
+class ConcurrentWorker(BaseWorker):
     """Runs up to `slots` jobs of one queue at once, each on a thread of its own, in this process.
 
     `handlers` is the allow-list: a job naming anything else fails, and nothing is imported for it. A handler takes the
@@ -176,8 +111,9 @@ class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
         settings: BrokerSettings,
         on_stop: Callable[[str], object] | None = None,
         heartbeat_s: float = 15.0,
+        poll_s: float = 1.0,
     ) -> None:
-        """`client` may time out on replies, but not within POLL_S. Raises BrokerError."""
+        """One look for a job blocks for `poll_s`: less than the reply timeout of `client`. Raises BrokerError."""
         with translate():
             super().__init__(
                 [open_queue(client, queue)],
@@ -194,9 +130,10 @@ class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
         self._settings = settings
         self._on_stop = on_stop
         self._heartbeat_s = heartbeat_s
+        self._poll_s = poll_s
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix=f"job-{queue}")
         self._free = threading.BoundedSemaphore(slots)
-        self._running: dict[str, tuple[Job, Execution]] = {}
+        self._running: dict[str, tuple[HandoffJob, Execution]] = {}
         self._lock = threading.RLock()  # RQ's bookkeeping is written for one job at a time
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -226,57 +163,61 @@ class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
                     leave()
 
     def request_stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
-        """Take nothing new; `run` returns within POLL_S of the last running job's end. Waiting jobs stay queued."""
+        """Take nothing new; `run` returns within `poll_s` of the last running job's end. Waiting jobs stay queued."""
         self._stopping.set()
 
     # -- one job
 
     def _take_one(self) -> None:
-        if not self._free.acquire(timeout=POLL_S):
+        if not self._free.acquire(timeout=self._poll_s):
             return
         begun = False
         try:
             begun = self._begin_one()
         except Exception as error:  # the broker is away or full, or RQ has a bug: either way the worker lives on
             self.log.error("worker %s: cannot take a job: %s: %s", self.name, type(error).__name__, error)
-            self._stopping.wait(POLL_S)
+            self._stopping.wait(_PAUSE_S)
         finally:
             if not begun:
                 self._free.release()
 
     def _begin_one(self) -> bool:
         queue: Queue = self.queues[0]
-        job_id = self.connection.blmove(queue.key, queue.intermediate_queue_key, POLL_S)
+        job_id = self.connection.blmove(queue.key, queue.intermediate_queue_key, self._poll_s)  # type: ignore[arg-type]
         if job_id is None:
             return False
-        if self._stopping.is_set():
-            requeue_front(self.connection, queue.name, _text(job_id))
-            return False
-        job = self._fetch(queue, _text(job_id))
-        if job is None:
-            return False
+        begun = False
+        try:
+            if not self._stopping.is_set() and (job := fetch(self.connection, queue, text(job_id))):
+                self._begin(job)
+                begun = True
+            return begun
+        finally:
+            if not begun:  # stopping, or the broker is full; a job that `fetch` removed is not there to return
+                requeue_front(self.connection, queue.name, text(job_id))
+
+    def _begin(self, job: HandoffJob) -> None:
+        """Mark the job as started and give it to a thread. What cannot be marked is not begun."""
         with self._lock:
-            execution: Execution = self.prepare_execution(job)
+            before = dict(self.executions)
+            try:
+                execution: Execution = self.prepare_execution(job)
+                with suppress(DeserializationError):  # comes up again, and is told, when the job is performed
+                    self.prepare_job_execution(job, remove_from_intermediate_queue=True)
+            except RedisError:
+                self._disown(job, [run for key, run in self.executions.items() if key not in before])
+                raise
             self._running[execution.id] = job, execution
         self._pool.submit(self._perform, job, execution)
-        return True
 
-    def _fetch(self, queue: Queue, job_id: str) -> Job | None:
-        """The job, or None for one that has expired or whose record RQ cannot read: that one is removed."""
-        try:
-            job = HandoffJob.fetch(job_id, connection=self.connection, serializer=JSONSerializer)
-        except NoSuchJobError:
-            self.connection.lrem(queue.intermediate_queue_key, 1, job_id)
-            return None
-        except (TypeError, ValueError, AttributeError, LookupError, ResponseError) as error:
-            self.log.error("worker %s: job %s is not readable and removed: %s", self.name, job_id, error)
-            self.connection.unlink(Job.key_for(job_id))
-            self.connection.lrem(queue.intermediate_queue_key, 1, job_id)
-            return None
-        job.origin = queue.name  # where it really came from: all further bookkeeping goes by it
-        return job
+    def _disown(self, job: HandoffJob, executions: list[Execution]) -> None:
+        for execution in executions:
+            self.executions.pop(execution.id)
+            with suppress(RedisError), self.connection.pipeline(transaction=False) as pipe:
+                self.cleanup_execution(job, pipeline=pipe, execution=execution)
+                pipe.execute()
 
-    def _perform(self, job: Job, execution: Execution) -> None:
+    def _perform(self, job: HandoffJob, execution: Execution) -> None:
         try:
             settle = self._call(job, execution)
             with self._lock:
@@ -291,19 +232,18 @@ class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
             with suppress(RedisError), self._lock:
                 self.set_state(WorkerStatus.IDLE)
 
-    def _call(self, job: Job, execution: Execution) -> Callable[[], None]:
+    def _call(self, job: HandoffJob, execution: Execution) -> Callable[[], None]:
         """Run the handler; returns how to tell RQ what came of it."""
         queue: Queue = self.queues[0]
         try:
-            self.prepare_job_execution(job, remove_from_intermediate_queue=True)
-            result = _small(self._handler(job)(_handoff_id(job)))
+            result = _small(self._handler(job)(job.handoff_id))
         except HandoffCancelledError as error:
             return partial(self._finalize_cancelled, job, execution, str(error))
         except BaseException:
             return partial(self._finalize_failure, job, queue, execution, sys.exc_info())
         return partial(self._finalize_success, job, queue, execution, result)
 
-    def _handler(self, job: Job) -> Handler:
+    def _handler(self, job: HandoffJob) -> Handler:
         if (handler := self._handlers.get(str(job.func_name))) is None:
             raise PeerError(f"job function {job.func_name!r} is not one this worker runs")
         return handler
@@ -394,23 +334,16 @@ class ConcurrentWorker(BaseWorker):  # type: ignore[misc, unused-ignore]
         for job in found:
             try:
                 if self._on_stop:
-                    self._on_stop(_handoff_id(job))
+                    self._on_stop(job.handoff_id)
             except Exception:
                 self.log.exception("worker %s: cannot stop job %s", self.name, job.id)
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Keep listening: the next read connects and subscribes again. RQ's own ends the thread on a timeout."""
-        if self._ended.wait(POLL_S):
+        if self._ended.wait(_PAUSE_S):
             pubsub_thread.stop()
         else:
             self.log.warning("worker %s: commands: %s: %s", self.name, type(exc).__name__, exc)
-
-
-def _handoff_id(job: Job) -> str:
-    """The one argument. Raises PeerError for any other shape (RQ's DeserializationError for what is not JSON)."""
-    if job.instance is None and not job.kwargs and len(job.args) == 1 and isinstance(job.args[0], str):
-        return job.args[0]
-    raise PeerError("a job must carry a handoff id and nothing else")
 
 
 def _small(result: JSON) -> JSON:

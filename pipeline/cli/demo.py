@@ -11,6 +11,7 @@ from rich.console import Console
 from pipeline.cli import up, waterfall
 from pipeline.cli.chat import Answer, ask
 from pipeline.errors import CrossfillError
+from pipeline.page import PAGE_TOKENS
 from pipeline.settings import Settings
 
 # Long enough for several pages of 64 tokens; a different sentence per direction keeps prefix caches out of the picture.
@@ -41,16 +42,29 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     console = Console()
-    settings = up.settings(options)
+    settings = small_chunks(up.settings(options))
     for note in notes(settings):
-        console.print(note)
-    with up.running(options, console) as fleet:
+        console.print(note, soft_wrap=True)
+    with up.running(settings, options, console) as fleet:
         for number, (prefill, decode) in enumerate(directions(settings), start=1):
             console.rule(f"prefill on {prefill}, decode on {decode}")
             answer = ask(fleet.url, body(settings, number, options.max_tokens), f"{prefill}->{decode}")
             show(console, answer)
             require_handoff(answer.trace, prefill, decode)
     console.print("[green]demo done[/]")
+
+
+def small_chunks(settings: Settings) -> Settings:
+    """Prefill page by page, unless told otherwise: else this short prompt is one chunk and no page leaves early."""
+    workers = [
+        worker
+        if "chunk_tokens" in worker.engine_settings.model_fields_set
+        else worker.model_copy(
+            update={"engine_settings": worker.engine_settings.model_copy(update={"chunk_tokens": PAGE_TOKENS})}
+        )
+        for worker in settings.workers
+    ]
+    return settings.model_copy(update={"workers": tuple(workers)})
 
 
 def directions(settings: Settings) -> list[tuple[str, str]]:
@@ -65,7 +79,9 @@ def directions(settings: Settings) -> list[tuple[str, str]]:
 def notes(settings: Settings) -> list[str]:
     """What the reader should know of the engines that stand in for absent ones."""
     engines = {worker.engine for worker in settings.workers}
-    found = ["vLLM is not installed here (`make env-vllm` where it can be)."] if "vllm" not in engines else []
+    found = (
+        ["vLLM is not part of this set-up (`make env-vllm` installs it where it can)."] if "vllm" not in engines else []
+    )
     if "reference" in engines:
         found.append("`reference`, our slow and exact numpy engine, stands in for an engine that is not here.")
     if len(engines) == 1:
@@ -85,6 +101,7 @@ def show(console: Console, answer: Answer) -> None:
     for text in answer:
         console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
     console.print("\n")
+    console.print(waterfall.title(answer.trace), highlight=False, soft_wrap=True)
     console.print(waterfall.table(answer.trace))
     console.print()
 

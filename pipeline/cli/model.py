@@ -81,7 +81,8 @@ def run_digest(options: argparse.Namespace) -> int:
 
 def contract_table(shown: Contract, title: str) -> Table:
     """One row per field, the digest of them all last."""
-    table = Table("field", "value", title=escape(title), title_justify="left", box=None)
+    table = Table("field", title=escape(title), title_justify="left", box=None)
+    table.add_column("value", overflow="fold")  # a digest cut short cannot be compared
     for name, value in asdict(shown).items():
         table.add_row(name, str(value))
     table.add_row("digest", shown.digest)
@@ -91,7 +92,9 @@ def contract_table(shown: Contract, title: str) -> Table:
 def difference_table(found: list[Difference], ours: str, theirs: str) -> Table:
     """One row per difference, the first forty."""
     title = f"{len(found)} differences"
-    table = Table("where", escape(ours), escape(theirs), title=title, title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("where", escape(ours), escape(theirs)):
+        table.add_column(heading, overflow="fold")  # the names are the point
     for each in found[:SHOWN]:
         table.add_row(escape(each.where), escape(_shown(each.ours)), escape(_shown(each.theirs)))
     return table

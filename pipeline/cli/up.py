@@ -41,7 +41,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     console = Console()
-    with running(options, console) as fleet:
+    with running(settings(options), options, console) as fleet:
         console.print(f"\nCrossfill serves at [bold]{fleet.url}/v1[/]. Try:\n\n{example(fleet)}\n", soft_wrap=True)
         console.print("Ctrl-C stops everything.")
         return watch(fleet, console)
@@ -68,9 +68,9 @@ def _flags(options: argparse.Namespace) -> Tree:
 
 
 @contextmanager
-def running(options: argparse.Namespace, console: Console) -> Iterator[Fleet]:
+def running(settings: Settings, options: argparse.Namespace, console: Console) -> Iterator[Fleet]:
     """A fleet that is ready; stopped in order on the way out, whatever the reason. SIGTERM counts as Ctrl-C."""
-    fleet = Fleet(settings(options), options.run_dir, os.environ)
+    fleet = Fleet(settings, options.run_dir, os.environ)
     with _sigterm_interrupts():
         try:
             _bring_up(fleet, console, options.timeout)

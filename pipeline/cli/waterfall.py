@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-BAR_CELLS = 40
+BAR_CELLS = 30
 
 
 class Stage(NamedTuple):
@@ -24,6 +24,7 @@ class Span(NamedTuple):
     end_ms: float
 
 
+DECODE = "decode on D"
 STAGES = (
     Stage("queue", "created", "prefill_started"),
     Stage("D makes room", "decode_started", "accepted"),
@@ -33,7 +34,7 @@ STAGES = (
     Stage("import on D", "first_page_in", "last_page_in"),
     Stage("verified, then first token", "committed", "first_token"),
     Stage("request to first token", "created", "first_token"),
-    Stage("decode on D", "first_token", "finished"),
+    Stage(DECODE, "first_token", "finished"),
 )
 
 
@@ -53,16 +54,16 @@ def bar(span: Span, total_ms: float, cells: int = BAR_CELLS) -> str:
 
 
 def table(trace: Mapping[str, Any]) -> Table:
+    """One row per stage. Bars stand for the time to the first token; what comes later, decoding, has none."""
     found = spans(trace.get("marks_ms", {}))
-    total_ms = max((span.end_ms for span in found), default=0.0)
-    view = Table(title=title(trace), title_justify="left", box=None, pad_edge=False)
-    view.add_column("stage")
+    total_ms = max((span.end_ms for span in found if span.label != DECODE), default=0.0)
+    view = Table("stage", box=None, pad_edge=False)
     view.add_column("from ms", justify="right")
     view.add_column("took ms", justify="right")
-    view.add_column("")
+    view.add_column("", no_wrap=True)
     for span in found:
-        took = span.end_ms - span.start_ms
-        view.add_row(span.label, f"{span.start_ms:.0f}", f"{took:.0f}", f"[cyan]{bar(span, total_ms)}[/]")
+        drawn = "" if span.label == DECODE else bar(span, total_ms)
+        view.add_row(span.label, f"{span.start_ms:.0f}", f"{span.end_ms - span.start_ms:.0f}", f"[cyan]{drawn}[/]")
     return view
 
 

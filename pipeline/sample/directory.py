@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.errors import ConfigError
@@ -29,11 +29,21 @@ def replace(target: Path) -> Iterator[Path]:
         fresh, old = work / "fresh", work / "old"
         fresh.mkdir()
         yield fresh
-        if target.exists():
-            target.rename(old)  # POSIX renames a directory over an empty one only
-        fresh.rename(target)
+        _swap(fresh, target, old)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _swap(fresh: Path, target: Path, old: Path) -> None:
+    """POSIX renames a directory over an empty one only, so what is there moves away first, and back on failure."""
+    with suppress(FileNotFoundError):
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
 
 
 def _require_replaceable(target: Path) -> None:

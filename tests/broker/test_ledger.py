@@ -12,10 +12,11 @@ from redis import Redis
 from pipeline.broker import keys, stream
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
+from pipeline.broker.credit import Credit
 from pipeline.broker.ledger import Accept, Ledger
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError, StaleAttemptError
-from pipeline.handoff import Event, IllegalTransitionError, State
+from pipeline.handoff import Attempts, Event, IllegalTransitionError, State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
 
@@ -44,7 +45,9 @@ def _admit(ledger: Ledger, handoff: str) -> tuple[int, int]:
 
 
 def _leftovers(client: Redis) -> list[str]:
-    return sorted(k.decode() for k in client.scan_iter("cf:*") if not k.startswith((b"cf:owner", b"cf:recent")))
+    total = int(client.get(keys.BUDGET_TOTAL) or 0)  # type: ignore[arg-type]
+    live = [k.decode() for k in client.scan_iter("cf:*{*") if b"{" in k] + ["live"] * client.exists(keys.LIVE)
+    return sorted(live) + ([f"budget {total}"] if total else [])
 
 
 def test_create_keeps_the_request_and_enqueues_in_the_same_transaction(ledger: Ledger, redis_client: Redis) -> None:
@@ -209,11 +212,14 @@ def test_owner_lease(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
 
 
 def test_release_returns_credit_and_unlinks_pages(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
-    names = keys.HandoffKeys(handoff)
-    redis_client.set(names.payload("1.1", 0), b"x" * 10)
-    redis_client.hset(names.credits, "1.1.0", 10)
-    redis_client.set(keys.BUDGET_TOTAL, 10)
+    settings = Settings().broker
+    attempts = Attempts(1, 1)
+    stream.raise_fence(redis_client, handoff, attempts, settings)
+    credit = Credit(redis_client, handoff, attempts, settings)
+    assert credit.reserve(0, 10) is True
+    redis_client.set(credit.payload_key(0), b"x" * 10)
+    assert stream.gauges(redis_client).in_flight_bytes == 10
     ledger.cancel(handoff, "client")
     ledger.forget(handoff)
     assert stream.gauges(redis_client).in_flight_bytes == 0
-    assert [k for k in _leftovers(redis_client) if "budget" not in k] == []
+    assert _leftovers(redis_client) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from pipeline.cli import child
 from pipeline.cli.child import Child
+from tests.cli.process import alive
 
 Spawn = Callable[[str, str], Child]
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -70,17 +70,13 @@ def test_stop_kills_stubborn_ones_and_names_them(spawn: Spawn) -> None:
 
 
 def test_kill_takes_what_it_started_too(spawn: Spawn) -> None:
-    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print(p.pid, flush=True); p.wait()"
+    started = f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
+    code = f"import subprocess, sys; p = {started}; print(p.pid, flush=True); p.wait()"
     each = spawn("parent", code)
     wait_for_output(each)
     grandchild = int(each.tail().split()[0])
     os.kill(grandchild, 0)
     each.kill()
     assert each.join(10.0)
-    while _runs(grandchild):  # reparented: its new parent reaps it in its own time; the test's timeout bounds this
+    while alive(grandchild):  # reparented: its new parent reaps it in its own time; the test's timeout bounds this
         pass
-
-
-def _runs(pid: int) -> bool:
-    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return done.stdout.strip() != "" and not done.stdout.startswith("Z")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from pipeline.cli import config, worker
 from pipeline.errors import ConfigError
 from pipeline.settings import EngineSettings, WorkerSettings
 
+Workers = Sequence[Mapping[str, object]]
 ONE = {"name": "one", "engine": "mlx", "model": "a", "engine_settings": {"chunk_tokens": 128}}
 TWO = {"name": "two", "engine": "vllm", "model": "a", "role": "decode"}
 
@@ -20,8 +22,8 @@ def options(*argv: str) -> argparse.Namespace:
     return parser("worker").parse_args(["worker", *argv])
 
 
-def choose(workers: list[dict[str, object]], *argv: str) -> WorkerSettings:
-    return worker.choose(config.load(None, {}, {"workers": workers}), options(*argv))
+def choose(workers: Workers, *argv: str) -> WorkerSettings:
+    return worker.choose(config.load(None, {}, {"workers": list(workers)}), options(*argv))
 
 
 def test_by_name_from_the_file() -> None:
@@ -59,7 +61,7 @@ def test_flags_alone_describe_one() -> None:
         ([], ["--name", "x", "--engine", "mlx"], "no worker 'x' in the file (none) and no --model"),
     ],
 )
-def test_an_unknown_worker_is_refused(workers: list[dict[str, object]], argv: list[str], message: str) -> None:
+def test_an_unknown_worker_is_refused(workers: Workers, argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(workers, *argv)
     assert message in str(caught.value)

@@ -101,6 +101,11 @@ def deliver(engine: DecodeEngine, order: Request, pages: Iterable[Page]) -> tupl
         admission.close()
 
 
+def hand_over(source: PrefillEngine, target: DecodeEngine, token_ids: Sequence[int]) -> list[int]:
+    """The text of one greedy handoff."""
+    return deliver(target, request(token_ids), export(source, request(token_ids)))[0]
+
+
 def import_missing(admission: Admission, pages: Iterable[Page]) -> None:
     held = admission.held_pages
     for page in pages:

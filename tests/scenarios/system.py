@@ -71,14 +71,20 @@ class System:
 
     def settled(self) -> dict[str, Any]:
         """Wait until nothing is in flight anywhere, then the status. Fails the test if that takes too long."""
-        eventually(self.idle)
+        deadline = time.monotonic() + SETTLE_S
+        while busy := self.busy():
+            assert time.monotonic() < deadline, busy
+            time.sleep(0.1)
         return self.status()
 
-    def idle(self) -> bool:
+    def busy(self) -> dict[str, Any]:
+        """What is not at rest, by name; empty when everything is."""
         status = self.status()
-        engines = all(r["stats"]["running"] == r["stats"]["held_pages"] == 0 for r in status["replicas"])
-        jobs = all(count == 0 for r in status["replicas"] for count in r["load"].values())
-        return engines and jobs and not status["live"] and self.leftovers() == []
+        found: dict[str, Any] = {"live": status["live"], "keys": self.leftovers()}
+        for replica in status["replicas"]:
+            gauges = {name: replica["stats"][name] for name in ("running", "held_pages")} | replica["load"]
+            found[replica["name"]] = {name: value for name, value in gauges.items() if value}
+        return {name: value for name, value in found.items() if value}
 
     def leftovers(self) -> list[str]:
         """Keys of any handoff, or of the budget while bytes are in flight."""

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.scenarios.system import System, eventually
+from tests.scenarios.system import System
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 LONG = [(11 * i) % 900 + 20 for i in range(1500)]
@@ -78,6 +78,6 @@ def test_cancel_of_a_queued_request_never_starts_it(cheap: System) -> None:
     done = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in before["replicas"]}
     for _ in range(10):
         _leave_after(cheap, "reference->reference", LONG, 0.0, False, tokens=4)
-    eventually(cheap.idle)
+    cheap.settled()
     after = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in cheap.status()["replicas"]}
     assert sum(after.values()) - sum(done.values()) < 10 * len(LONG)

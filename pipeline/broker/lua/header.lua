@@ -6,23 +6,38 @@
 -- returns "ok" | "missing" (its payload is not there) | "gone" | "stale"
 --@include budget
 local id, stream, bytes = ARGV[1], of(ARGV[1], STREAM_OF), tonumber(ARGV[12])
+local payload, credits = of(ARGV[1], PAYLOAD_OF) .. ARGV[13], of(ARGV[1], CREDITS_OF)
+-- SET cannot be fenced: a payload stored without a credit (a stale writer's, or sent again after its import) goes here
+local function drop_stray()
+  if bytes > 0 and redis.call('HEXISTS', credits, ARGV[13]) == 0 then redis.call('UNLINK', payload) end
+end
 local status = fenced(id, ARGV[9])
-if status ~= 'ok' then return status end
+if status ~= 'ok' then
+  drop_stray()
+  return status
+end
 local major, minor = string.match(ARGV[10], '(%d+)-(%d+)')
 if redis.call('EXISTS', stream) == 1 then
   local info = redis.call('XINFO', 'STREAM', stream)
   for at = 1, #info, 2 do
     if info[at] == 'last-generated-id' then
       local last_major, last_minor = string.match(info[at + 1], '(%d+)-(%d+)')
-      if last_major == major and tonumber(last_minor) >= tonumber(minor) then return 'ok' end
+      if last_major == major and tonumber(last_minor) >= tonumber(minor) then
+        drop_stray()
+        return 'ok'
+      end
     end
   end
 end
 if bytes > 0 then
-  if redis.call('STRLEN', of(id, PAYLOAD_OF) .. ARGV[13]) ~= bytes then return 'missing' end
-  local held = number(redis.call('HGET', of(id, CREDITS_OF), ARGV[13]))
+  if redis.call('STRLEN', payload) ~= bytes then return 'missing' end
+  local held = number(redis.call('HGET', credits, ARGV[13]))
+  if held == 0 then
+    drop_stray()
+    return 'missing'
+  end
   if bytes < held then
-    redis.call('HSET', of(id, CREDITS_OF), ARGV[13], ARGV[12])
+    redis.call('HSET', credits, ARGV[13], ARGV[12])
     set_total(total() - held + bytes)
     add_held(id, bytes - held)
     wake_line()

@@ -1,8 +1,8 @@
 """Batch: the requests that decode, one token each per step, in one left-padded batch of mlx-lm.
 
-Belongs to the engine thread; a Row is where a request's tokens cross to the thread of its job. While nothing else
-waits for the device, the next step is under way before the last one is read ("ahead"), which hides Python behind
-a GPU; it is read first when a request joins, so that all rows are always at the same step.
+Belongs to the engine thread; a Row is where a request's tokens cross to the thread of its job. Where the
+device has a queue and nothing else waits for it, the next step is under way before the last one is read ("ahead"),
+which hides Python behind a GPU; it is read first when a request joins, so that all rows are at the same step.
 """
 
 from __future__ import annotations

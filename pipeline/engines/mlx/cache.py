@@ -79,8 +79,7 @@ class Staging:
         shape = model.shape
         self._dtype = model.numpy_dtype
         self._layers = [
-            np.zeros((2, 1, shape.kv_heads, capacity(tokens), shape.head_dim), self._dtype)
-            for _ in range(shape.layers)
+            np.zeros((2, 1, shape.kv_heads, capacity(tokens), shape.head_dim), self._dtype) for _ in range(shape.layers)
         ]
 
     def write(self, index: int, tokens: int, data: PageArray) -> None:
@@ -90,7 +89,10 @@ class Staging:
             layer[:, 0, :, start : start + tokens] = source[:, :, :tokens]
 
     def take(self, tokens: int) -> list[KVCache]:
-        """Caches that hold the first `tokens` tokens, evaluated. Each layer is let go as soon as it was copied."""
+        """Caches that hold the first `tokens` tokens. Each layer is let go as soon as it was copied.
+
+        Arrays made from numpy are evaluated by construction, so the caches may go to another thread.
+        """
         self._layers.reverse()
         caches = []
         while self._layers:
@@ -99,7 +101,6 @@ class Staging:
             cache.keys, cache.values = mx.array(layer[0]), mx.array(layer[1])
             cache.offset = tokens
             caches.append(cache)
-        mx.eval([(cache.keys, cache.values) for cache in caches])
         return caches
 
 

@@ -9,28 +9,48 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
 
 from pipeline.errors import EngineError
 
 Command = Callable[[], None]
 
 
-class Loop:
-    """`step()` is run again and again while it returns True; then the thread sleeps until a command arrives.
+class Stepper(Protocol):
+    """What a Loop runs. All three are called on its thread."""
 
-    An exception that escapes `step` ends the thread: `on_death` gets it. `on_end` runs last, on the thread.
+    def step(self) -> bool:
+        """Do a little work; True when there is more. An exception that escapes ends the thread."""
+        ...
+
+    def die(self, error: Exception) -> None:
+        """`step` raised `error`: nobody may be left waiting."""
+        ...
+
+    def end(self) -> None:
+        """The last thing that runs on the thread."""
+        ...
+
+
+S = TypeVar("S", bound=Stepper)
+
+
+class Loop(Generic[S]):
+    """Builds a Stepper on its own thread and steps it while it has work; then sleeps until a command arrives.
+
+    The constructor raises what `build` raises. `build` gets the loop, to hand it on, not to call it.
     """
 
-    def __init__(self, name: str, step: Callable[[], bool], on_death: Callable[[Exception], None], on_end: Command):
-        self._step = step
-        self._on_death = on_death
-        self._on_end = on_end
+    def __init__(self, name: str, build: Callable[[Loop[S]], S]) -> None:
+        self._build = build
+        self._built: Future[S] = Future()
         self._arrived = threading.Condition()
         self._inbox: deque[tuple[Command, Future[None]]] = deque()
         self._stopping = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self.stepper = self._built.result()
 
     def post(self, command: Command) -> Future[None]:
         """Have `command` run soon. The future holds its exception, or EngineError once the thread has ended."""
@@ -52,22 +72,29 @@ class Loop:
         self.post(lambda: None)
 
     def stop(self) -> None:
-        """End the thread after the step that is running. Idempotent."""
+        """End the thread after the step that is running, and wait for that. Idempotent."""
         with self._arrived:
             self._stopping = True
             self._arrived.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        busy = False
         try:
+            stepper = self._build(self)
+        except BaseException as error:  # raised where the loop is constructed
+            self._refuse_commands()
+            self._built.set_exception(error)
+            return
+        self._built.set_result(stepper)
+        try:
+            busy = False
             while self._obey(busy):
-                busy = self._step()
-        except Exception as error:  # whatever it is, nobody may be left waiting
-            self._on_death(error)
+                busy = stepper.step()
+        except Exception as error:
+            stepper.die(error)
         finally:
-            self._end()
-            self._on_end()
+            self._refuse_commands()
+            stepper.end()
 
     def _obey(self, busy: bool) -> bool:
         """Run every waiting command, sleeping for one unless `busy`. False when the thread is to end."""
@@ -84,7 +111,7 @@ class Loop:
                 future.set_result(None)
         return not self._stopping
 
-    def _end(self) -> None:
+    def _refuse_commands(self) -> None:
         with self._arrived:
             self._ended = True
             left = list(self._inbox)

@@ -45,14 +45,18 @@ class Memory:
         with self._changed:
             return self._cap_bytes - self._used(self._granted)
 
-    def ask(self, tokens: int, *, batched: bool) -> Share:
-        """Join the line; the share may be granted at once. Raises EngineError when it could never be."""
+    def require_fits(self, tokens: int) -> None:
+        """Raise EngineError when `tokens` of capacity could never be granted."""
         need = tokens * self._token_bytes
         if need > self._cap_bytes:
             raise EngineError(
                 f"this request needs {need} bytes of KV cache, the engine has {self._cap_bytes}: "
                 f"set kv_cache_bytes to {need} or more"
             )
+
+    def ask(self, tokens: int, *, batched: bool) -> Share:
+        """Join the line; the share may be granted at once. Raises EngineError when it could never be."""
+        self.require_fits(tokens)
         share = Share(tokens, batched=batched)
         with self._changed:
             self._line.append(share)

@@ -25,11 +25,16 @@ ComputeDtype = Literal["auto", "float16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`module(ids[batch, n], cache=...)` gives logits. KV is computed and kept in `dtype`, FP16 or FP32."""
+    """`module(ids[batch, n], cache=...)` gives logits. KV is computed and kept in `dtype`, FP16 or FP32.
+
+    `queues`: work can be queued behind running work without waiting. A CPU lets ten operations wait at most, so
+    there the submitting thread would be held for most of what it submits.
+    """
 
     module: Any
     dtype: Any
     shape: PageShape
+    queues: bool
 
     @property
     def numpy_dtype(self) -> DTypeLike:
@@ -49,7 +54,7 @@ def load(directory: Path, contract: Contract, compute_dtype: ComputeDtype) -> Mo
     module.set_dtype(dtype)
     mx.eval(module.parameters())
     require_plain(make_prompt_cache(module), contract.layers)
-    return Model(module, dtype, contract.page_shape)
+    return Model(module, dtype, contract.page_shape, queues=not _on_cpu())
 
 
 def require_plain(caches: list[Any], layers: int) -> None:
@@ -68,8 +73,12 @@ def require_plain(caches: list[Any], layers: int) -> None:
 def _choose(compute_dtype: ComputeDtype) -> Any:
     """FP16 is not vectorised on a CPU: there FP32 is about ten times faster and no less exact."""
     if compute_dtype == "auto":
-        return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.float16
+        return mx.float32 if _on_cpu() else mx.float16
     return mx.float16 if compute_dtype == "float16" else mx.float32
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _round_to_fp16(module: Any) -> None:

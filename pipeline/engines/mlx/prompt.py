@@ -12,7 +12,7 @@ from pipeline.engines.mlx.cache import Chunk, Tap
 from pipeline.engines.mlx.memory import Share
 from pipeline.engines.mlx.model import Model
 from pipeline.engines.mlx.prefill import MlxPrefill
-from pipeline.errors import EngineError
+from pipeline.errors import CrossfillError, EngineError
 from pipeline.page import PAGE_TOKENS, PageArray
 
 
@@ -20,7 +20,8 @@ class Prompt:
     """`tokens` are all the prompt's tokens whose KV is wanted; `held` are its leading pages, known already.
 
     `room` is the capacity of its caches in tokens. `share` is its part of the memory, None until it may have one.
-    `on_done` gets the caches, on the engine thread, once they hold all the tokens.
+    `on_done` gets the prompt and its caches, on the engine thread, once they hold all the tokens;
+    `on_fail` gets what went wrong instead.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Prompt:
         *,
         room: int,
         share: Share | None = None,
-        on_done: Callable[[list[Any]], None],
+        on_done: Callable[[Prompt, list[Any]], None],
+        on_fail: Callable[[CrossfillError], None],
     ) -> None:
         self.pages = pages
         self.room = room
         self.share = share
         self.on_done = on_done
+        self.on_fail = on_fail
         self.caches: list[Tap] | None = None
         self._tokens = tokens
         self._held = held

@@ -1,4 +1,4 @@
-"""The reference engine: a small pure-numpy Qwen2/Qwen3/Llama, exact and slow; the oracle and dumb twin of all others."""
+"""The reference engine: a small pure-numpy Qwen2/Qwen3/Llama, exact and slow; the dumb twin of all others."""
 
 from pipeline.engines.reference.engine import ReferenceEngine
 

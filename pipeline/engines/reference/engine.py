@@ -35,6 +35,7 @@ class ReferenceEngine:
     def __init__(
         self, directory: Path, settings: EngineSettings, *, entropy: Callable[[], int] = lambda: secrets.randbits(64)
     ) -> None:
+        self.directory = directory
         self.contract = read_contract(directory, context_length=settings.context_length)
         self.capabilities = Capabilities(max_running=settings.max_running)
         self.condition = Condition()
@@ -150,7 +151,7 @@ class ReferenceEngine:
         try:
             while turn := self._next_turn():
                 for run in turn:
-                    self._step(run)
+                    self._guard(run, run.step)
         except BaseException as error:
             self._go_down(EngineError(f"the engine thread died: {error!r}"))
             raise
@@ -171,7 +172,7 @@ class ReferenceEngine:
         while self._queued and self._may_start(self._queued[0]):
             run = self._queued.popleft()
             self._live.append(run)
-            run.begin()
+            self._guard(run, run.begin)
 
     def _may_start(self, run: PrefillRun) -> bool:
         prompts = [other for other in self._live if isinstance(other, PrefillRun)]
@@ -182,10 +183,10 @@ class ReferenceEngine:
         reserved = self._tickets[0].pages if self._tickets else 0
         return self.room.can_take(run.pages + reserved, 0)
 
-    def _step(self, run: Run) -> None:
+    def _guard(self, run: Run, call: Callable[[], None]) -> None:
         """One bad request must not take the engine down with it."""
         try:
-            run.step()
+            call()
         except CrossfillError as error:
             self._fail(run, error)
         except Exception as error:

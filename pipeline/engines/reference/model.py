@@ -21,6 +21,10 @@ from pipeline.page import PAGE_TOKENS, Page, PageArray, PageShape, page_count
 
 Array = NDArray[np.float32]
 
+# exp(-x) of SiLU may overflow, rightly: x / inf is 0. KV that overflows FP16 becomes Inf and then NaN, and is
+# refused where it would get out: in a page, or as logits.
+_quiet = np.errstate(over="ignore", invalid="ignore")
+
 
 class KvCache:
     """KV of one sequence, `data` `(layers, 2, kv_heads, capacity, head_dim)` FP16; the first `tokens` rows count."""
@@ -94,10 +98,12 @@ class Model:
         as `checkpoint` does."""
         return cls(checkpoint.read_config(directory), dict(checkpoint.load_tensors(directory)))
 
+    @_quiet
     def prefill(self, token_ids: Sequence[int], cache: KvCache) -> None:
         """Append the KV of `token_ids` to `cache`, without logits."""
         self._forward(token_ids, cache, kv_only=True)
 
+    @_quiet
     def logits(self, token_ids: Sequence[int], cache: KvCache) -> Array:
         """Append the KV of `token_ids`; the logits `(vocab,)` after the last of them."""
         x = self._forward(token_ids, cache, kv_only=False)
@@ -106,7 +112,7 @@ class Model:
         return row
 
     def _forward(self, token_ids: Sequence[int], cache: KvCache, *, kv_only: bool) -> Array:
-        x = self._embedding[np.asarray(token_ids)]
+        x: Array = self._embedding[np.asarray(token_ids)]
         turn = self._rope.turn(cache.tokens, len(token_ids))
         for index, layer in enumerate(self._layers):
             queries = self._project(index, layer, x, turn, cache)
@@ -141,7 +147,8 @@ class Model:
             scores[..., past:] += np.triu(np.full((new, new), -np.inf, np.float32), 1)
         probs = _softmax(scores).reshape(config.kv_heads, group * new, past + new)
         mixed = (probs @ values).reshape(config.heads, new, config.head_dim)
-        return np.ascontiguousarray(mixed.transpose(1, 0, 2)).reshape(new, config.heads * config.head_dim)
+        rows: Array = mixed.transpose(1, 0, 2).reshape(new, config.heads * config.head_dim)
+        return rows
 
     def _feed_forward(self, layer: _Layer, x: Array) -> Array:
         gate_up = layer.gate_up(_rms_norm(x, layer.post_norm, self.config.rms_norm_eps))
@@ -187,6 +194,5 @@ def _softmax(scores: Array) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    with np.errstate(over="ignore"):  # exp(-x) may overflow to inf, and x / inf is the right 0
-        y: Array = x / (1 + np.exp(-x))
+    y: Array = x / (1 + np.exp(-x))
     return y

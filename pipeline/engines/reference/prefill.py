@@ -9,7 +9,7 @@ from pipeline.request import Request
 
 
 class PrefillRun(Run):
-    """Implements `engines.base.Prefill`. A page is held from ready until read or skipped; after the last, the run ends."""
+    """Implements `engines.base.Prefill`. A page is held from ready until read or skipped; the last ends the run."""
 
     def __init__(self, host: Host, request: Request) -> None:
         super().__init__(host, request, request.transfer_tokens)
@@ -19,10 +19,8 @@ class PrefillRun(Run):
     def wait_ready(self, index: int, timeout_s: float) -> bool:
         with self.host.condition:
             self.host.condition.wait_for(lambda: self.ended or index < self._ready_pages, timeout_s)
-            if index < self._ready_pages and not self.error:
-                return True
             self._require_unread(index)
-            return False
+            return index < self._ready_pages
 
     def read(self, index: int) -> Page:
         with self.host.condition:

@@ -29,9 +29,7 @@ def sample(logits: NDArray[np.float32], sampling: Sampling, seed: int, position:
     return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)])
 
 
-def distribution(
-    logits: NDArray[np.float32], sampling: Sampling
-) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+def distribution(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """Token ids by falling probability and their probabilities (sum 1), after all filters. Temperature > 0."""
     order = np.argsort(-logits, kind="stable")
     scaled = logits[order].astype(np.float64) / sampling.temperature

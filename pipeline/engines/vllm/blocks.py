@@ -4,7 +4,7 @@ One vLLM block is one page (block size 64). Every layer becomes two strided view
 K and V, whatever the memory behind them; from there on all devices share one code path:
 
 - CPU attention: a (block, head) holds K transposed `[head_dim, 64]`, then V `[64, head_dim]`;
-- CUDA attention (FlashAttention, FlashInfer, Triton): logical `[..., 2 * head_dim]`, K first; NHD or HND are only strides.
+- CUDA attention (FlashAttention, FlashInfer, Triton): `[..., 2 * head_dim]`, K first; NHD or HND are only strides.
 
 `verify_layout` proves the CPU form against vLLM's own cache-writing kernel before any page may move.
 This module knows nothing of requests or threads.
@@ -65,24 +65,24 @@ class BlockPages:
         self._shape = shape
         self._layers = [split(layer) for layer in layers]
 
-    @torch.inference_mode()
     def read(self, block: int, tokens: int) -> PageArray:
         """A fresh page array of the first `tokens` rows of `block`, the rest zero."""
         page = self._shape.empty()
         rows = torch.from_numpy(page)[:, :, :, :tokens]
-        for layer, (keys, values) in enumerate(self._layers):
-            rows[layer, 0].copy_(keys[block, :, :tokens])
-            rows[layer, 1].copy_(values[block, :, :tokens])
+        with torch.inference_mode():
+            for layer, (keys, values) in enumerate(self._layers):
+                rows[layer, 0].copy_(keys[block, :, :tokens])
+                rows[layer, 1].copy_(values[block, :, :tokens])
         return page
 
-    @torch.inference_mode()
     def write(self, block: int, data: PageArray) -> None:
         """Fill all 64 rows of `block`: attention multiplies the rows behind a tail by zero, and NaN * 0 is NaN."""
         # A page over received bytes is a read-only array, which torch cannot wrap without a warning.
         page = torch.from_numpy(data if data.flags.writeable else np.array(data))
-        for layer, (keys, values) in enumerate(self._layers):
-            keys[block].copy_(page[layer, 0])
-            values[block].copy_(page[layer, 1])
+        with torch.inference_mode():
+            for layer, (keys, values) in enumerate(self._layers):
+                keys[block].copy_(page[layer, 0])
+                values[block].copy_(page[layer, 1])
 
 
 def verify_layout(shape: PageShape) -> None:
@@ -94,7 +94,8 @@ def verify_layout(shape: PageShape) -> None:
     one_layer = PageShape(1, shape.kv_heads, shape.head_dim)
     written = torch.zeros_like(filled)
     BlockPages([written], one_layer).write(1, page)
-    if not np.array_equal(BlockPages([filled], one_layer).read(1, PAGE_TOKENS), page) or not torch.equal(written, filled):
+    read = BlockPages([filled], one_layer).read(1, PAGE_TOKENS)
+    if not np.array_equal(read, page) or not torch.equal(written, filled):
         raise ConfigError(
             f"this build of vLLM lays out KV blocks of {shape.kv_heads} heads by {shape.head_dim} differently from "
             f"what Crossfill reads: pages would be wrong, use a supported version of vLLM"

@@ -54,15 +54,19 @@ class Scheduled(NamedTuple):
     after: int
     blocks: list[int]
 
+    @property
+    def written(self) -> list[int]:
+        return self.blocks[self.before // PAGE_TOKENS : page_count(self.after)]
+
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):
     preempted: list[Export] = field(default_factory=list)
     computing: list[Computing] = field(default_factory=list)
     admitting: list[Admitting] = field(default_factory=list)
 
 
-class PageConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class PageConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
@@ -101,7 +105,7 @@ class PageConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if isinstance(ticket := tickets.get(engine_id), Export):
                 meta.preempted.append(ticket)
         scheduled = list(_scheduled(scheduler_output, tickets))
-        written = {block for one in scheduled for block in one.blocks[one.before // PAGE_TOKENS : page_count(one.after)]}
+        written = {block for one in scheduled for block in one.written}
         for one in scheduled:
             self._note(one, written, meta)
         self._exchange.progress = bool(scheduled or meta.admitting or meta.preempted)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,8 @@ class VllmEngine:
         self._settings = settings
         self._blocks = settings.kv_cache_bytes // self._contract.page_shape.page_bytes
         if self._blocks < 1:
-            raise ConfigError(
-                f"kv_cache_bytes = {settings.kv_cache_bytes} holds no page of {self._contract.page_shape.page_bytes} bytes"
-            )
+            page_bytes = self._contract.page_shape.page_bytes
+            raise ConfigError(f"kv_cache_bytes = {settings.kv_cache_bytes} holds no page: set {page_bytes} or more")
         self._limit = min(self._contract.context_length, self._blocks * PAGE_TOKENS)
         self._keys = itertools.count(1)
         self._exchange = Exchange()
@@ -130,18 +131,23 @@ class VllmEngine:
             raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
 
     def _build(self, checkpoint: Path) -> Any:
-        """The LLMEngine, on the engine's thread."""
+        """The LLMEngine, on the engine's thread.
+
+        Deprecation warnings of what vLLM imports are silenced: nobody here can act on them.
+        """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step must happen in this process, the connector with it
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.llm_engine import LLMEngine
 
-        if not current_platform.is_cpu():
-            raise ConfigError("this vLLM runs on a device whose copies are asynchronous: only the CPU build is supported")
-        current_platform.import_kernels()
-        verify_layout(self._contract.page_shape)
-        return LLMEngine.from_engine_args(self._engine_args(checkpoint))
+            if not current_platform.is_cpu():
+                raise ConfigError("only CPU builds of vLLM are supported: a device that runs behind could tear a page")
+            current_platform.import_kernels()
+            verify_layout(self._contract.page_shape)
+            return LLMEngine.from_engine_args(self._engine_args(checkpoint))
 
     def _engine_args(self, checkpoint: Path) -> Any:
         from vllm import EngineArgs
@@ -154,7 +160,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             generation_config="vllm",
             enforce_eager=True,
-            seed=0,
+            seed=secrets.randbits(31),  # unseeded requests must not repeat after a restart
             block_size=PAGE_TOKENS,
             max_model_len=self._limit,
             max_num_seqs=settings.max_running,

@@ -6,6 +6,7 @@ When a step raises, the engine is over: every ticket fails with EngineError and 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -59,10 +60,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """End the thread and tear vLLM down. Idempotent."""
-        try:
+        with contextlib.suppress(CrossfillError):  # it has ended already
             self._exchange.post(Stop())
-        except CrossfillError:
-            pass  # it has ended already
         self._thread.join()
 
     @property
@@ -89,11 +88,11 @@ class EngineLoop:
             self._engine = self._build()
             self._scheduler = self._engine.engine_core.engine_core.scheduler
         except BaseException as error:
-            self._end(error if isinstance(error, ConfigError) else ConfigError(f"vLLM could not load the model: {error}"))
+            ours = isinstance(error, ConfigError)
+            self._end(ConfigError(str(error) if ours else f"vLLM could not load the model: {error}"))
             return
         finally:
-            if self._exchange.ended is not None or hasattr(self, "_scheduler"):
-                self._ready.set()
+            self._ready.set()
         try:
             self._serve()
             self._end(EngineError("the vLLM engine was closed"))

@@ -85,7 +85,7 @@ def _params(
     )
 
 
-class SeededDraw(AdapterLogitsProcessor):  # type: ignore[misc]
+class SeededDraw(AdapterLogitsProcessor):
     """vLLM's logits-processor plug-in: applies `draw` to the rows of seeded requests."""
 
     def is_argmax_invariant(self) -> bool:
@@ -105,7 +105,7 @@ class SeededDraw(AdapterLogitsProcessor):  # type: ignore[misc]
 def draw(
     logits: torch.Tensor, *, position: int, seed: int, temperature: float, top_k: int, top_p: float
 ) -> torch.Tensor:
-    """Logits `(vocab,)` whose argmax is the seeded draw at `position`: temperature, then top-k, then top-p, then noise."""
+    """Logits `(vocab,)` whose argmax is the seeded draw at `position`. Order: temperature, top-k, top-p, noise."""
     scores = _keep_top_p(_keep_top_k(logits.float() / temperature, top_k), top_p)
     bits = np.random.Philox(key=seed & (2**64 - 1), counter=position)
     noise = np.random.Generator(bits).gumbel(size=scores.shape[0]).astype(np.float32)

@@ -1,0 +1,209 @@
+"""Admission: room for one prompt, its KV coming in or being computed here, and the decoding that follows.
+
+Pages are copied in on the job's thread; the engine thread sees finished caches only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.engines.base import TokenStep
+from pipeline.engines.mlx.batch import Row
+from pipeline.engines.mlx.cache import STEP, Staging
+from pipeline.engines.mlx.core import Core
+from pipeline.engines.mlx.memory import Share
+from pipeline.engines.mlx.prefill import MlxPrefill
+from pipeline.engines.mlx.prompt import Prompt
+from pipeline.engines.store import Pin
+from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError
+from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens
+
+
+class _Admission:
+    """What both kinds share: the row, the pinned pages, the part of the memory, and their end."""
+
+    def __init__(self, core: Core, row: Row, pin: Pin, share: Share) -> None:
+        self._core = core
+        self._row = row
+        self._pin = pin
+        self._share = share
+        self._tokens = row.prompt_tokens - 1
+        self._held_pages = len(pin.pages)
+        self._decoding = False
+        self._failure: CrossfillError | None = None
+        self._lock = threading.RLock()  # held while pages are copied: close() waits for that
+        self._closing = False
+        self._closed = threading.Event()
+
+    @property
+    def held_pages(self) -> int:
+        return self._held_pages
+
+    @property
+    def kept_pages(self) -> int:
+        return len(self._pin.pages)
+
+    @property
+    def unread_pages(self) -> int:
+        return 0
+
+    def fail(self, error: CrossfillError) -> None:
+        self._failure = self._failure or error
+        self._row.fail(error)
+
+    def close(self) -> None:
+        self.fail(HandoffCancelledError("the request was closed"))
+        self._stop()
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            self._withdraw()
+            self._pin.release()
+            self._core.memory.release(self._share)
+            self._core.exit(self)
+            self._closed.set()
+        self._closed.wait()
+
+    def _stop(self) -> None:
+        """Wake whoever waits for anything but a token."""
+
+    def _withdraw(self) -> None:
+        """Take the work from the engine thread and let the memory go."""
+        self._core.withdraw(row=self._row)
+
+    def _begin_decoding(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._decoding:
+            raise EngineError("this request is decoding already")
+        self._decoding = True
+
+
+class ImportAdmission(_Admission):
+    """See `base.Admission`. Every page that is not held is imported. `keys` are the chain keys of all pages."""
+
+    def __init__(self, core: Core, row: Row, pin: Pin, share: Share, keys: Sequence[bytes]) -> None:
+        super().__init__(core, row, pin, share)
+        self._keys = keys
+        self._next = len(pin.pages)
+        self._full: list[PageArray] = []  # imported full pages: for the store, once committed
+        # Room behind the prompt, so that the first steps need not copy all of it into a larger cache.
+        self._staging: Staging | None = Staging(core.model, self._tokens + min(row.limit, STEP))
+        for index, data in enumerate(pin.pages):
+            self._staging.write(index, PAGE_TOKENS, data)
+        core.enter(self)
+
+    @property
+    def kept_pages(self) -> int:
+        return self._next
+
+    def import_page(self, page: Page) -> None:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._staging is None:
+                raise EngineError("this request is decoding already")
+            self._require_next(page)
+            self._staging.write(page.index, page.tokens, page.data)
+            if page.tokens == PAGE_TOKENS and self._core.store.cap_bytes:
+                self._full.append(page.data.copy())  # the caller's buffer is the network's
+            self._next += 1
+
+    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+        """`first_tokens` are not used: the last prompt token is computed here, so every token is drawn here."""
+        with self._lock:
+            if self._next != page_count(self._tokens) and self._failure is None:
+                raise EngineError(f"{self._next} of {page_count(self._tokens)} pages are there: cannot decode")
+            self._begin_decoding()
+            assert self._staging is not None  # only decoding and closing take it away
+            caches, self._staging = self._staging.take(self._tokens), None
+            self._core.join(self._row, caches)
+            for key, data in zip(self._keys[self._held_pages :], self._full, strict=False):  # the tail has no data
+                self._core.store.put(key, data)
+            self._full.clear()
+        return self._row.steps()
+
+    def _withdraw(self) -> None:
+        super()._withdraw()
+        with self._lock:
+            self._staging = None
+            self._full.clear()
+            self._next = 0
+
+    def _require_next(self, page: Page) -> None:
+        pages = page_count(self._tokens)
+        if page.index != self._next or self._next == pages:
+            raise EngineError(f"page {page.index} came, {self._next} of {pages} was due")
+        tokens = page_tokens(page.index, self._tokens)
+        if page.tokens != tokens:
+            raise EngineError(f"page {page.index} has {page.tokens} tokens, not {tokens}")
+        if page.data.shape != self._core.model.shape.array:
+            raise EngineError(f"a page of {page.data.shape} does not fit this model's {self._core.model.shape.array}")
+
+
+class LocalAdmission(_Admission):
+    """See `base.Admission`. The engine computes what it does not hold; compute begins with the admission."""
+
+    def __init__(self, core: Core, row: Row, pin: Pin, share: Share, pages: MlxPrefill, tokens: Sequence[int]) -> None:
+        super().__init__(core, row, pin, share)
+        self._pages = pages
+        self._caches: list[Any] | None = None  # computed, decode() not called yet; engine thread
+        self._wanted = False  # decode() called, not computed yet; engine thread
+        self._prompt = Prompt(
+            tokens,
+            pin.pages,
+            pages,
+            room=len(tokens) + min(row.limit, STEP),
+            share=share,
+            on_done=self._computed,
+            on_fail=self.fail,
+        )
+        core.enter(self)
+        core.submit(self._prompt)
+
+    @property
+    def kept_pages(self) -> int:
+        return self._pages.kept_pages
+
+    def fail(self, error: CrossfillError) -> None:
+        self._pages.fail(error)
+        super().fail(error)
+
+    def import_page(self, page: Page) -> None:
+        raise EngineError("this request was admitted to be computed here: nothing can be imported")
+
+    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+        with self._lock:
+            self._begin_decoding()
+        self._core.loop.post(self._want)
+        return self._steps()
+
+    def _steps(self) -> Iterator[TokenStep]:
+        """Store the prompt's pages while later chunks are computed, then pass the tokens on."""
+        full = self._tokens // PAGE_TOKENS if self._core.store.cap_bytes else 0
+        for index in range(self._held_pages, full):
+            self._pages.read(index)
+        self._pages.skip_to(page_count(self._tokens))
+        yield from self._row.steps()
+
+    def _want(self) -> None:
+        self._wanted = True
+        self._join_when_ready()
+
+    def _computed(self, _: Prompt, caches: list[Any]) -> None:
+        self._caches = caches
+        self._join_when_ready()
+
+    def _join_when_ready(self) -> None:
+        if self._wanted and self._caches is not None and self._failure is None:
+            caches, self._caches = self._caches, None
+            self._core.join(self._row, caches)
+
+    def _stop(self) -> None:
+        self._pages.close()
+
+    def _withdraw(self) -> None:
+        self._core.withdraw([self._prompt], self._row)
+        self._caches = None

@@ -1,0 +1,173 @@
+"""Core: the part of the engine that lives on the engine thread: the model, the prompts in line, the batch.
+
+Each step computes one chunk of one prompt, then one token of every running request. What other threads call is
+marked so; everything else belongs to the thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from pipeline.contract import Contract
+from pipeline.engines.mlx import model as checkpoint_model
+from pipeline.engines.mlx.batch import Batch, Row
+from pipeline.engines.mlx.loop import Loop
+from pipeline.engines.mlx.memory import Memory
+from pipeline.engines.mlx.prompt import Prompt
+from pipeline.engines.store import PageStore
+from pipeline.errors import CrossfillError, EngineError
+from pipeline.settings import EngineSettings
+
+
+class Live(Protocol):
+    """A request inside the engine: a prefill or an admission."""
+
+    @property
+    def kept_pages(self) -> int: ...
+
+    @property
+    def unread_pages(self) -> int: ...
+
+    def fail(self, error: CrossfillError) -> None: ...
+
+
+class Core:
+    """Built on the engine thread, where it loads the model."""
+
+    def __init__(self, loop: Loop[Core], checkpoint: Path, contract: Contract, settings: EngineSettings) -> None:
+        self.loop = loop
+        self.settings = settings
+        self.model = checkpoint_model.load(checkpoint, contract, settings.compute_dtype)
+        self.store = PageStore(settings.prefix_cache_bytes)
+        self.memory = Memory(settings.kv_cache_bytes, self.model.token_bytes, settings.max_running, loop.wake)
+        self.prompt_tokens_computed = 0
+        self.tokens_sampled = 0
+        self._batch = Batch(self.model)
+        self._prompts: list[Prompt] = []
+        self._live: set[Live] = set()
+        self._lock = threading.Lock()  # of _live
+
+    # Any thread.
+
+    def enter(self, one: Live) -> None:
+        with self._lock:
+            self._live.add(one)
+
+    def exit(self, one: Live) -> None:
+        with self._lock:
+            self._live.discard(one)
+
+    def live(self) -> list[Live]:
+        with self._lock:
+            return list(self._live)
+
+    def submit(self, prompt: Prompt) -> None:
+        """Put a prompt in line, without waiting. Raises EngineError when the engine has ended."""
+        queued = self.loop.post(lambda: self._prompts.append(prompt))
+        if queued.done():
+            queued.result()
+
+    def withdraw(self, prompts: Iterable[Prompt] = (), row: Row | None = None) -> None:
+        """Take work out again; returns once the device no longer works on it."""
+        done = self.loop.post(lambda: self._withdraw(list(prompts), row))
+        done.exception()  # it only fails where the engine has ended, and then nothing works on it
+
+    def join(self, row: Row, caches: list[Any]) -> None:
+        """Let a request decode: `caches`, evaluated, hold all its prompt but the last token."""
+        self.loop.post(lambda: self._join(row, caches)).add_done_callback(lambda done: _tell(row, done))
+
+    # The engine thread.
+
+    def step(self) -> bool:
+        prompt = self._next_prompt()
+        if prompt is not None:
+            self._compute(prompt)
+        if self._batch.rows:
+            self._decode(ahead=self.model.queues and not self._prompts)
+        return prompt is not None or bool(self._batch.rows)
+
+    def die(self, error: Exception) -> None:
+        self._fail_all(EngineError(f"the engine has ended: {error}"))
+
+    def end(self) -> None:
+        """Without this MLX's own threads outlive the arrays of this one, and the process aborts at exit."""
+        self._fail_all(EngineError("the engine has ended"))
+        self.memory.close()
+        self._prompts.clear()
+        self._batch.clear()
+        mx.synchronize()
+        mx.clear_cache()
+        mx.clear_streams()
+
+    def _next_prompt(self) -> Prompt | None:
+        """The first prompt in line that has its memory. One that came to decode has it already and may overtake."""
+        blocked = self._quota_is_full()
+        for prompt in self._prompts:
+            if prompt.share is None and not blocked:
+                prompt.share = self.memory.ask(prompt.room, batched=False)
+            if prompt.share is not None and prompt.share.granted:
+                return prompt
+            blocked = True
+        return None
+
+    def _quota_is_full(self) -> bool:
+        return sum(one.unread_pages for one in self.live()) >= self.settings.held_pages
+
+    def _compute(self, prompt: Prompt) -> None:
+        try:
+            prompt.begin(self.model)
+            if not prompt.done:
+                chunk = prompt.step(self.model, self.settings.chunk_tokens)
+                self.prompt_tokens_computed += chunk.tokens
+                prompt.pages.feed(chunk)
+            if prompt.done:
+                self._finish(prompt)
+        except Exception as error:  # one prompt's, not the engine's: out of memory, for one
+            self._withdraw([prompt], None)
+            prompt.on_fail(_engine_error(error))
+
+    def _finish(self, prompt: Prompt) -> None:
+        self._prompts.remove(prompt)
+        prompt.on_done(prompt, prompt.begin(self.model))
+        prompt.caches = None
+        mx.clear_cache()
+
+    def _decode(self, *, ahead: bool) -> None:
+        try:
+            self.tokens_sampled += self._batch.step(ahead=ahead)
+        except Exception as error:  # the caches of the whole batch are in doubt
+            for row in self._batch.rows:
+                row.fail(_engine_error(error))
+            self._batch.clear()
+
+    def _join(self, row: Row, caches: list[Any]) -> None:
+        self.tokens_sampled += self._batch.join(row, caches)
+        self.prompt_tokens_computed += 1
+
+    def _withdraw(self, prompts: list[Prompt], row: Row | None) -> None:
+        for prompt in prompts:
+            if prompt in self._prompts:
+                self._prompts.remove(prompt)
+            prompt.caches = None
+            mx.clear_cache()
+        if row is not None:
+            self._batch.leave(row)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for one in self.live():
+            one.fail(error)
+
+
+def _engine_error(error: BaseException) -> CrossfillError:
+    return error if isinstance(error, CrossfillError) else EngineError(f"MLX failed: {error}")
+
+
+def _tell(row: Row, done: Future[None]) -> None:
+    if (error := done.exception()) is not None:
+        row.fail(_engine_error(error))

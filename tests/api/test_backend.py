@@ -1,0 +1,232 @@
+"""BrokerBackend on a real server; the test plays the decode worker through the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from anyio import to_thread
+from redis import Redis
+
+from pipeline.api.backend import BrokerBackend, BrokerSubmission
+from pipeline.broker import queue
+from pipeline.broker.channel import TokenEntry
+from pipeline.broker.clock import BrokerClock
+from pipeline.broker.connect import connect
+from pipeline.broker.embedded import EmbeddedServer
+from pipeline.broker.job import open_queue
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
+from pipeline.broker.registry import Registry, Replica
+from pipeline.contract import Contract
+from pipeline.errors import ConfigError, InvalidParameterError, NoReplicaError
+from pipeline.handoff import Event, State
+from pipeline.request import Request, Sampling
+from pipeline.routing import Wish
+from pipeline.settings import BrokerSettings, Settings
+
+pytestmark = pytest.mark.anyio
+MIB = 1 << 20
+CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
+SHORT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=64)
+PREFILL = f"prefill.vllm.{CONTRACT.digest[:8]}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedServer(tmp_path_factory.mktemp("broker"), 64 * MIB) as found:
+        yield found
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Redis]:
+    opened = connect(url)
+    opened.flushall()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def ledger(client: Redis, settings: Settings) -> Ledger:
+    return Ledger(client, client, BrokerClock(client), settings)
+
+
+@pytest.fixture
+def settings(url: str) -> Settings:
+    return Settings(broker=BrokerSettings(url=url, budget_bytes=64 * MIB))
+
+
+@pytest.fixture
+async def backend(client: Redis, settings: Settings) -> AsyncIterator[BrokerBackend]:
+    made = BrokerBackend(settings, CONTRACT, "tiny")
+    await made.start()
+    yield made
+    await made.close()
+
+
+def register(client: Redis, name: str, engine: str, contract: Contract = CONTRACT) -> None:
+    Registry(client).register(Replica(name, engine, "both", "tiny", contract, slots=4, started_ms=0), 60)
+
+
+def request(tokens: int = 3, max_tokens: int = 8) -> Request:
+    return Request(secrets.token_hex(16), tuple(range(1, tokens + 1)), Sampling(max_tokens=max_tokens))
+
+
+async def read(submission: BrokerSubmission) -> list[TokenEntry]:
+    return [entry async for entry in submission]
+
+
+async def test_a_prompt_from_jobs_to_tokens(backend: BrokerBackend, client: Redis, ledger: Ledger) -> None:
+    register(client, "mac", "mlx")
+    register(client, "box", "vllm")
+    asked = request()
+    submission = await backend.submit(asked, Wish("vllm", "mlx"))
+    reading = asyncio.create_task(read(submission))
+    [decode], [prefill] = (open_queue(client, name).get_jobs() for name in ("decode.mac", PREFILL))
+    assert (decode.func_name, list(decode.args)) == (DECODE_JOB, [asked.handoff_id])
+    assert (prefill.func_name, list(prefill.args)) == (PREFILL_JOB, [asked.handoff_id])
+    assert decode.meta == prefill.meta == {"model": "tiny", "route": "vllm->mlx"}
+    record = ledger.load(asked.handoff_id)
+    assert record is not None
+    assert (record.request, record.contract) == (asked, CONTRACT)
+    assert record.route == {
+        "prefill_engine": "vllm",
+        "prefill_queue": PREFILL,
+        "decode_replica": "mac",
+        "decode_queue": "decode.mac",
+        "decode_engine": "mlx",
+    }
+    assert ledger.owned(record)
+
+    attempt, _ = ledger.enter(asked.handoff_id, "decode", "mac")
+    ledger.advance(asked.handoff_id, "decode", attempt, Event.COMMIT)
+    entries = [TokenEntry(0, (5, 6)), TokenEntry(2, (7,), finish="length", held_tokens=2)]
+    for entry in entries:
+        ledger.emit(asked.handoff_id, attempt, entry)
+    assert await reading == entries
+    ledger.leave(asked.handoff_id, "decode", attempt)
+    trace = await submission.trace()
+    assert trace is not None
+    assert (trace["state"], trace["tokens"]) == ("finished", 3)
+    await submission.close()
+    assert list(client.scan_iter("cf:*{*")) == []
+
+
+async def test_stop_and_cancel_reach_the_ledger(backend: BrokerBackend, client: Redis, ledger: Ledger) -> None:
+    register(client, "mac", "mlx")
+    stopped, cancelled = request(), request()
+    for asked in (stopped, cancelled):
+        submission = await backend.submit(asked, Wish())
+        attempt, _ = ledger.enter(asked.handoff_id, "decode", "mac")
+        ledger.advance(asked.handoff_id, "decode", attempt, Event.COMMIT)
+        if asked is stopped:
+            assert await submission.stop(4) is True
+            assert await submission.stop(4) is False
+        else:
+            await submission.cancel("test")
+        record = ledger.load(asked.handoff_id)
+        assert record is not None
+        assert record.state is (State.FINISHED if asked is stopped else State.CANCELLING)
+        ledger.leave(asked.handoff_id, "decode", attempt)
+        await submission.close()
+    assert list(client.scan_iter("cf:*{*")) == []
+
+
+async def test_a_submit_nobody_waits_for_leaves_nothing(
+    backend: BrokerBackend, client: Redis, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(client, "mac", "mlx")
+    create, entered, go = Ledger.create, threading.Event(), threading.Event()
+
+    def slow(self: Ledger, *args: Any) -> None:
+        entered.set()
+        go.wait()
+        create(self, *args)
+
+    monkeypatch.setattr(Ledger, "create", slow)
+    asked = request()
+    submitting = asyncio.create_task(backend.submit(asked, Wish()))
+    await to_thread.run_sync(entered.wait)
+    submitting.cancel()
+    await asyncio.sleep(0)
+    go.set()  # the record is written although the client is gone
+    with pytest.raises(asyncio.CancelledError):
+        await submitting
+    assert ledger.live() == []
+    record = ledger.load(asked.handoff_id)
+    assert record is not None
+    assert record.state is State.CANCELLED
+    assert client.pubsub_channels("cf:{*") == []
+
+
+async def test_what_cannot_be_routed_is_refused_and_leaves_nothing(backend: BrokerBackend, client: Redis) -> None:
+    with pytest.raises(NoReplicaError):
+        await backend.submit(request(), Wish())
+    register(client, "mac", "mlx")
+    with pytest.raises(InvalidParameterError):
+        await backend.submit(request(), Wish("tpu", "mlx"))
+    assert list(client.scan_iter("*{*")) == []
+    assert client.pubsub_channels("cf:{*") == []
+
+
+async def test_load_of_our_own_is_seen_before_the_replica_reports_it(backend: BrokerBackend, client: Redis) -> None:
+    register(client, "a", "mlx")
+    register(client, "b", "mlx")
+    first = await backend.submit(request(), Wish())
+    second = await backend.submit(request(), Wish())
+    lengths = queue.queue_lengths(client, ["decode.a", "decode.b"])
+    assert lengths == {"decode.a": 1, "decode.b": 1}
+    for submission in (first, second):
+        await submission.cancel("test")
+        await submission.close()
+    await backend.submit(request(), Wish())
+    assert queue.queue_lengths(client, ["decode.a"]) == {"decode.a": 2}
+
+
+async def test_a_replica_with_a_shorter_window_shortens_the_answer(
+    backend: BrokerBackend, client: Redis, ledger: Ledger
+) -> None:
+    register(client, "mac", "mlx", SHORT)
+    asked = request(tokens=60, max_tokens=100)
+    await backend.submit(asked, Wish())
+    record = ledger.load(asked.handoff_id)
+    assert record is not None
+    assert record.request.sampling.max_tokens == 4
+
+
+async def test_ready_and_status(backend: BrokerBackend, client: Redis) -> None:
+    with pytest.raises(NoReplicaError):
+        await backend.require_ready()
+    register(client, "box", "vllm")
+    await backend.require_ready()
+    asked = request()
+    await backend.submit(asked, Wish())
+    status = await backend.status()
+    assert status["live"] == [asked.handoff_id]
+    assert status["queues"] == {"decode.box": 1, PREFILL: 0}
+    assert status["budget"] == {"budget_bytes": 64 * MIB, "in_flight_bytes": 0, "waiters": 0, "handoffs": 0}
+    [replica] = status["replicas"]
+    assert (replica["name"], replica["engine"], replica["load"], replica["stats"]) == ("box", "vllm", {}, {})
+    assert replica["contract"] == {"digest": CONTRACT.digest, "context_length": 2048}
+
+
+async def test_the_owner_lease_is_kept_alive(backend: BrokerBackend, client: Redis) -> None:
+    [owner] = list(client.scan_iter("cf:owner:*"))
+    client.pexpire(owner, 1500)
+    while client.pttl(owner) <= 1500:
+        await asyncio.sleep(0.05)
+
+
+def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> None:
+    made = BrokerBackend(settings, CONTRACT, "tiny")
+    made.require_broker()
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(ConfigError, match="noeviction"):
+            made.require_broker()
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")

@@ -1,0 +1,739 @@
+"""Pages across real servers: window, order of service, fencing, damage, a full server, lost replies."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from pipeline import prefix
+from pipeline.broker import keys
+from pipeline.broker.connect import connect, connect_blocking
+from pipeline.broker.credit import Credit, entry_id
+from pipeline.broker.stream import PageReader, PageWriter, gauges, heartbeat, raise_fence, reap, release
+from pipeline.errors import (
+    BrokerError,
+    BudgetTooSmallError,
+    CapacityError,
+    CrossfillError,
+    DeadlineError,
+    FrameError,
+    HandoffCancelledError,
+    PageMissingError,
+    StaleAttemptError,
+)
+from pipeline.frame import AbortedError, Commit, FrameReader, FrameWriter
+from pipeline.handoff import Attempts
+from pipeline.page import Page, PageShape, page_count, page_tokens
+from pipeline.settings import BrokerSettings
+
+SHAPE = PageShape(layers=2, kv_heads=2, head_dim=8)  # 8 KiB a page
+PAGE_BYTES = 8192
+START = prefix.seed("d" * 64, "salt")
+
+
+def no_check() -> None:
+    """Nobody wants this work to end."""
+
+
+@dataclass
+class Line:
+    """One handoff under test: its prompt, its attempts and both ends' clients."""
+
+    client: Redis
+    blocking: Redis
+    tokens: int = 64 * 6 - 10
+    budget_pages: float = 64
+    attempts: Attempts = Attempts(1, 1)
+    handoff_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    payload_ttl_s: float = 30
+    codec: str = "raw"
+
+    @property
+    def settings(self) -> BrokerSettings:
+        return BrokerSettings(budget_bytes=int(self.budget_pages * PAGE_BYTES), payload_ttl_s=self.payload_ttl_s)
+
+    @property
+    def names(self) -> keys.HandoffKeys:
+        return keys.HandoffKeys(self.handoff_id)
+
+    @property
+    def pages(self) -> int:
+        return page_count(self.tokens)
+
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(range(self.tokens + 1))
+
+    def page(self, index: int) -> Page:
+        seed = int(self.handoff_id[:8], 16) + index
+        tokens = page_tokens(index, self.tokens)
+        page = Page(index, tokens, SHAPE.empty())
+        page.data[:, :, :, :tokens] = np.random.default_rng(seed).standard_normal((2, 2, 2, tokens, 8))
+        return page
+
+    def fence(self) -> None:
+        raise_fence(self.client, self.handoff_id, self.attempts, self.settings)
+
+    def writer(self, check: Callable[[], None] = no_check, patience_s: float = 5.0) -> PageWriter:
+        chain = prefix.chain(START, self.prompt()[:-1])
+        digest = prefix.prompt_digest(START, self.prompt())
+        frames = FrameWriter(self.handoff_id, self.attempts, SHAPE, chain, digest, codec=self.codec)
+        return PageWriter(self.client, self.blocking, frames, self.settings, check, patience_s=patience_s)
+
+    def reader(self, first_page: int = 0, check: Callable[[], None] = no_check) -> PageReader:
+        chain = prefix.chain(START, self.prompt()[:-1])
+        digest = prefix.prompt_digest(START, self.prompt())
+        frames = FrameReader(
+            self.handoff_id, self.attempts, SHAPE, chain, digest, first_page=first_page, transfer_tokens=self.tokens
+        )
+        return PageReader(self.client, self.blocking, frames, self.settings, check)
+
+    def send(self, first_page: int = 0, upto: int | None = None) -> PageWriter:
+        """OPEN and pages; the commit too when all pages go."""
+        writer = self.writer()
+        writer.open()
+        for index in range(first_page, self.pages if upto is None else upto):
+            writer.write(self.page(index))
+        if upto is None:
+            writer.commit((7,))
+        return writer
+
+    def receive(self, reader: PageReader, first_page: int = 0) -> None:
+        """Everything, compared exactly."""
+        for index in range(first_page, self.pages):
+            page = reader.read(5)
+            assert isinstance(page, Page)
+            assert (page.index, page.tokens) == (index, page_tokens(index, self.tokens))
+            np.testing.assert_array_equal(page.data, self.page(index).data)
+            reader.imported()
+        assert reader.read(5) == Commit(self.pages - first_page, (7,))
+
+    def assert_nothing_remains(self) -> None:
+        assert list(self.client.scan_iter(f"*{self.handoff_id}*")) == []
+        assert gauges(self.client) == (0, 0, 0)
+        for name in (keys.BUDGET_WAITERS, keys.BUDGET_WAITER_LEASES, keys.BUDGET_LEASES):
+            assert self.client.zcard(name) == 0
+
+
+@pytest.fixture
+def clients(server_url: str, redis_client: Redis) -> Iterator[tuple[Redis, Redis]]:
+    with connect(server_url) as client, connect_blocking(server_url) as blocking:
+        yield client, blocking
+
+
+@pytest.fixture
+def line(clients: tuple[Redis, Redis]) -> Line:
+    line = Line(*clients)
+    line.fence()
+    return line
+
+
+def small(line: Line, pages: float) -> Line:
+    line.budget_pages = pages
+    return line
+
+
+# -- the whole way
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4"])
+@pytest.mark.parametrize("first_page", [0, 3, 6])
+def test_a_transfer_arrives_exactly_and_leaves_nothing(line: Line, codec: str, first_page: int) -> None:
+    line.codec = codec
+    writer, reader = line.send(first_page), line.reader(first_page)
+    assert writer.pages_written == 6 - first_page
+    assert gauges(line.client).in_flight_bytes == writer.bytes_written
+    line.receive(reader, first_page)
+    assert reader.bytes_read == writer.bytes_written
+    assert gauges(line.client) == (0, 0, 0)
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 129])
+def test_boundary_lengths(line: Line, tokens: int) -> None:
+    line.tokens = tokens
+    line.send()
+    line.receive(line.reader())
+
+
+def test_every_key_of_a_transfer_expires(line: Line) -> None:
+    line.send(upto=2)
+    for key in line.client.scan_iter(f"*{line.handoff_id}*"):
+        assert 0 < line.client.pttl(key) <= 900_000, key
+
+
+def test_a_codec_that_shrinks_gives_the_rest_of_the_credit_back(line: Line) -> None:
+    line.codec = "lz4"
+    writer = line.writer()
+    writer.open()
+    writer.write(Page(0, 64, SHAPE.empty()))
+    assert 0 < writer.bytes_written < 200
+    assert gauges(line.client) == (writer.bytes_written, 0, 1)
+
+
+def test_a_lost_script_cache_heals(line: Line) -> None:
+    writer = line.writer()
+    writer.open()
+    for index in range(line.pages):
+        line.client.script_flush()
+        writer.write(line.page(index))
+    writer.commit((7,))
+    reader = line.reader()
+    line.client.script_flush()
+    line.receive(reader)
+
+
+# -- the window
+
+
+def test_a_long_prompt_streams_through_a_window_of_two_pages(line: Line) -> None:
+    small(line, 2).tokens = 64 * 20
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(line.send)
+        reader, peak = line.reader(), 0
+        for index in range(20):
+            page = reader.read(10)
+            assert isinstance(page, Page)
+            assert page.index == index
+            time.sleep(0.01)  # the writer runs into its limit
+            peak = max(peak, gauges(line.client).in_flight_bytes)
+            reader.imported()
+        assert reader.read(10) == Commit(20, (7,))
+        assert sent.result(10).bytes_written == 20 * PAGE_BYTES
+    assert PAGE_BYTES <= peak <= 2 * PAGE_BYTES
+
+
+def test_a_page_larger_than_the_budget_is_refused(line: Line) -> None:
+    with pytest.raises(BudgetTooSmallError):
+        small(line, 0.5).send()
+    assert gauges(line.client).in_flight_bytes == 0
+
+
+def test_a_stopped_decoder_stalls_only_itself(line: Line) -> None:
+    """Budget 32 pages, share an eighth: four pages wait for the stopped one, everybody else goes on."""
+    small(line, 32).tokens = 64 * 6
+    stop = [False]
+
+    def check() -> None:
+        if stop[0]:
+            raise HandoffCancelledError("enough")
+
+    def stalled() -> None:
+        writer = line.writer(check)
+        writer.open()
+        for index in range(6):
+            writer.write(line.page(index))
+
+    with ThreadPoolExecutor(2) as pool:
+        blocked = pool.submit(stalled)
+        while gauges(line.client).waiters == 0:
+            time.sleep(0.01)
+        assert gauges(line.client) == (4 * PAGE_BYTES, 1, 1)
+        for _ in range(3):
+            other = Line(line.client, line.blocking, budget_pages=32, tokens=64 * 20)
+            other.fence()
+            sent = pool.submit(other.send)
+            other.receive(other.reader())
+            sent.result(10)
+            release(other.client, other.handoff_id)
+        assert not blocked.done()
+        stop[0] = True
+        with pytest.raises(HandoffCancelledError):
+            blocked.result(5)
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+def test_a_big_one_is_not_starved_by_small_ones(line: Line) -> None:
+    """The line is served by arrival, whoever asks how often, until its head got what it needs."""
+    settings = BrokerSettings(budget_bytes=10)
+    ids = [uuid.uuid4().hex for _ in range(4)]
+    credits = [Credit(line.client, handoff_id, Attempts(1, 1), settings) for handoff_id in ids]
+    for handoff_id in ids:
+        raise_fence(line.client, handoff_id, Attempts(1, 1), settings)
+    first, big, *small_ones = credits
+    assert first.reserve(0, 4)
+    assert first.reserve(1, 4)
+    assert not big.reserve(0, 9)
+    for _ in range(5):
+        assert not any(small_one.reserve(0, 1) for small_one in small_ones)
+    first.give_back(0)
+    assert not any(small_one.reserve(0, 1) for small_one in small_ones)
+    first.give_back(1)
+    assert not small_ones[0].reserve(0, 1)
+    assert big.reserve(0, 9)
+    assert small_ones[0].reserve(0, 1)
+    assert not small_ones[1].reserve(0, 1)
+
+
+def test_release_wakes_a_writer_that_waits(line: Line) -> None:
+    small(line, 2).send(upto=2)
+    other = Line(line.client, line.blocking, budget_pages=2, tokens=64)
+    other.fence()
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(other.send)
+        while gauges(line.client).waiters == 0:
+            time.sleep(0.01)
+        release(line.client, line.handoff_id)
+        other.receive(other.reader())
+        sent.result(5)
+
+
+# -- fences
+
+
+def test_a_stale_writer_is_fenced_before_and_after_its_credit(line: Line) -> None:
+    writer = line.send(upto=1)
+    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(2, 1))
+    newer.fence()
+    with pytest.raises(StaleAttemptError):
+        writer.write(line.page(1))
+    with pytest.raises(StaleAttemptError):
+        writer.commit()
+    assert gauges(line.client) == (0, 0, 0)
+    newer.send()
+    newer.receive(newer.reader())
+
+
+def test_a_zombie_that_had_its_credit_leaves_no_payload(line: Line) -> None:
+    writer = line.writer()
+    writer.open()
+    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(1, 2))
+    reserve = writer._credit.reserve
+
+    def reserve_then_sleep(sequence: int, size: int) -> bool:
+        granted = reserve(sequence, size)
+        newer.fence()
+        return granted
+
+    writer._credit.reserve = reserve_then_sleep  # type: ignore[method-assign]
+    with pytest.raises(StaleAttemptError):
+        writer.write(line.page(0))
+    assert list(line.client.scan_iter(f"*{line.handoff_id}*")) == [line.names.fence.encode()]
+    assert gauges(line.client) == (0, 0, 0)
+
+
+def test_fences_only_rise(line: Line) -> None:
+    for attempts in (Attempts(2, 1), Attempts(2, 1), Attempts(2, 2), Attempts(3, 2)):
+        raise_fence(line.client, line.handoff_id, attempts, line.settings)
+    for attempts in (Attempts(1, 1), Attempts(2, 2), Attempts(4, 1), Attempts(2, 9)):
+        with pytest.raises(StaleAttemptError):
+            raise_fence(line.client, line.handoff_id, attempts, line.settings)
+    assert line.client.get(line.names.fence) == b"3.2"
+
+
+def test_the_same_fence_again_keeps_what_was_sent(line: Line) -> None:
+    line.send()
+    line.fence()
+    line.receive(line.reader())
+
+
+def test_a_reader_notices_that_it_was_replaced(line: Line) -> None:
+    reader = line.reader()
+    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(2, 1))
+    newer.fence()
+    with pytest.raises(StaleAttemptError):
+        reader.read(5)
+    newer.send()
+    with pytest.raises(StaleAttemptError):
+        line.reader().read(5)
+
+
+@pytest.mark.parametrize("lose", ["release", "flush"])
+def test_a_transfer_that_is_gone_ends_both_sides(line: Line, lose: str) -> None:
+    writer, reader = line.send(upto=1), line.reader()
+    assert isinstance(reader.read(5), Page)
+    if lose == "release":
+        release(line.client, line.handoff_id)
+    else:
+        line.client.flushall()
+    reader.imported()
+    with pytest.raises(PageMissingError):
+        reader.read(5)
+    with pytest.raises(StaleAttemptError):
+        writer.write(line.page(1))
+    line.assert_nothing_remains()
+
+
+# -- blocking
+
+
+def test_an_idle_reader_meets_its_deadline(line: Line) -> None:
+    with pytest.raises(DeadlineError):
+        line.reader().read(0.3)
+
+
+@pytest.mark.parametrize("side", ["reader", "writer"])
+def test_check_ends_a_wait(line: Line, side: str) -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > 12:
+            raise HandoffCancelledError("the client is gone")
+
+    small(line, 1)
+    with pytest.raises(HandoffCancelledError):
+        if side == "reader":
+            line.reader(check=check).read(60)
+        writer = line.writer(check)
+        writer.open()
+        for index in range(line.pages):
+            writer.write(line.page(index))
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+def test_abort_reaches_the_reader(line: Line) -> None:
+    writer, reader = line.send(upto=1), line.reader()
+    writer.abort("engine_failed", "out of memory")
+    assert isinstance(reader.read(5), Page)
+    reader.imported()
+    with pytest.raises(AbortedError, match="engine_failed: out of memory"):
+        reader.read(5)
+
+
+def test_reading_and_importing_take_turns(line: Line) -> None:
+    line.send()
+    reader = line.reader()
+    with pytest.raises(RuntimeError):
+        reader.imported()
+    reader.read(5)
+    with pytest.raises(RuntimeError):
+        reader.read(5)
+
+
+@pytest.mark.parametrize("handoff_id", ["x", "*", "a" * 33, "../" * 8 + "abcdefgh", "A" * 32])
+def test_only_uuid_hex_becomes_a_key(line: Line, handoff_id: str) -> None:
+    with pytest.raises(FrameError, match="handoff id"):
+        release(line.client, handoff_id)
+    with pytest.raises(FrameError, match="handoff id"):
+        heartbeat(line.client, handoff_id, line.settings)
+    with pytest.raises(FrameError, match="handoff id"):
+        raise_fence(line.client, handoff_id, Attempts(1, 1), line.settings)
+
+
+# -- damage: each does one thing to a transfer of six pages at rest
+
+
+def _payload(line: Line, sequence: int) -> str:
+    return line.names.payload(str(line.attempts), sequence)
+
+
+def _entries(line: Line) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    return line.client.xrange(line.names.stream)
+
+
+def _rewrite(line: Line, headers: list[bytes]) -> None:
+    """The same stream with other headers in it."""
+    line.client.delete(line.names.stream)
+    for sequence, header in enumerate(headers):
+        line.client.xadd(line.names.stream, {"h": header}, id=entry_id(line.attempts, sequence))
+
+
+def corrupt_payload(line: Line) -> None:
+    key = _payload(line, 3)
+    byte = line.client.getrange(key, 77, 77)
+    line.client.setrange(key, 77, bytes([byte[0] ^ 1]))
+
+
+def truncate_payload(line: Line) -> None:
+    data = line.client.get(_payload(line, 3))
+    line.client.set(_payload(line, 3), data[:-1])
+
+
+def lengthen_payload(line: Line) -> None:
+    line.client.append(_payload(line, 3), b"\0" * 100_000)
+
+
+def delete_payload(line: Line) -> None:
+    line.client.delete(_payload(line, 3))
+
+
+def swap_payloads(line: Line) -> None:
+    one, two = line.client.get(_payload(line, 2)), line.client.get(_payload(line, 3))
+    line.client.mset({_payload(line, 2): two, _payload(line, 3): one})
+
+
+def corrupt_header(line: Line) -> None:
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    headers[3] = headers[3][:60] + bytes([headers[3][60] ^ 1]) + headers[3][61:]
+    _rewrite(line, headers)
+
+
+def drop_header(line: Line) -> None:
+    line.client.xdel(line.names.stream, entry_id(line.attempts, 3))
+
+
+def duplicate_header(line: Line) -> None:
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    _rewrite(line, headers[:4] + headers[3:])
+
+
+def reorder_headers(line: Line) -> None:
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    headers[2], headers[3] = headers[3], headers[2]
+    _rewrite(line, headers)
+
+
+def foreign_header(line: Line) -> None:
+    other = Line(line.client, line.blocking)
+    other.fence()
+    other.send()
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    headers[3] = [fields[b"h"] for _, fields in _entries(other)][3]
+    release(other.client, other.handoff_id)
+    _rewrite(line, headers)
+
+
+def strange_entry(line: Line) -> None:
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    _rewrite(line, headers[:3])
+    line.client.xadd(line.names.stream, {"x": "y"}, id=entry_id(line.attempts, 3))
+
+
+def huge_header(line: Line) -> None:
+    headers = [fields[b"h"] for _, fields in _entries(line)]
+    _rewrite(line, [*headers[:3], bytes(100_000)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (corrupt_payload, FrameError),
+        (truncate_payload, FrameError),
+        (lengthen_payload, FrameError),
+        (delete_payload, PageMissingError),
+        (swap_payloads, FrameError),
+        (corrupt_header, FrameError),
+        (drop_header, FrameError),
+        (duplicate_header, FrameError),
+        (reorder_headers, FrameError),
+        (foreign_header, FrameError),
+        (strange_entry, FrameError),
+        (huge_header, FrameError),
+    ],
+)
+def test_damage_ends_the_transfer_and_leaves_nothing(
+    line: Line, damage: Callable[[Line], None], error: type[CrossfillError]
+) -> None:
+    line.send()
+    damage(line)
+    reader, good = line.reader(), 0
+    with pytest.raises(error):
+        while True:
+            page = reader.read(5)
+            assert isinstance(page, Page)
+            np.testing.assert_array_equal(page.data, line.page(good).data)  # never a wrong page
+            reader.imported()
+            good += 1
+    assert good in (1, 2, 3)
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+class Damaging(Redis):
+    """Damages what comes back, `times` times: a fault on the way, not at rest."""
+
+    times = 0
+
+    def getrange(self, *args: Any, **kwargs: Any) -> Any:
+        data = bytearray(super().getrange(*args, **kwargs))  # type: ignore[arg-type]
+        if self.times:
+            self.times -= 1
+            data[11] ^= 4
+        return bytes(data)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_damaged_payload_is_read_once_again(server_url: str, line: Line, times: int) -> None:
+    line.send()
+    with Damaging.from_url(server_url) as client:
+        client.times = times
+        line.client = client
+        reader = line.reader()
+        if times == 1:
+            line.receive(reader)
+        else:
+            with pytest.raises(FrameError, match="digest of payload"):
+                reader.read(5)
+
+
+# -- a full server
+
+
+def full(line: Line) -> None:
+    line.client.config_set("maxmemory", "1mb")
+
+
+def test_a_full_server_refuses_new_pages_and_lets_everything_end(line: Line) -> None:
+    writer = line.writer(patience_s=0.1)
+    writer.open()
+    writer.write(line.page(0))
+    full(line)
+    with pytest.raises(CapacityError, match="raise its maxmemory"):
+        writer.write(line.page(1))
+    assert gauges(line.client).in_flight_bytes == PAGE_BYTES
+    writer.abort("capacity", "full")
+    heartbeat(line.client, line.handoff_id, line.settings)
+    reader = line.reader()
+    assert isinstance(reader.read(5), Page)
+    reader.imported()
+    with pytest.raises(AbortedError):
+        reader.read(5)
+    raise_fence(line.client, line.handoff_id, Attempts(2, 1), line.settings)
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+def test_a_payload_refused_after_its_credit_gives_the_credit_back(line: Line) -> None:
+    writer = line.writer(patience_s=0.1)
+    writer.open()
+    reserve = writer._credit.reserve
+
+    def reserve_then_full(sequence: int, size: int) -> bool:
+        granted = reserve(sequence, size)
+        full(line)
+        return granted
+
+    writer._credit.reserve = reserve_then_full  # type: ignore[method-assign]
+    with pytest.raises(CapacityError, match="budget_bytes"):
+        writer.write(line.page(0))
+    assert gauges(line.client) == (0, 0, 0)
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
+
+
+def test_a_server_that_has_room_again_is_used_again(line: Line) -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            line.client.config_set("maxmemory", 0)
+
+    writer = line.writer(check)
+    writer.open()
+    full(line)
+    writer.write(line.page(0))
+    assert len(calls) >= 4
+    assert gauges(line.client).in_flight_bytes == PAGE_BYTES
+
+
+# -- lost replies
+
+
+class LosingPipeline(Pipeline):
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().execute(*args, **kwargs)
+        client = self.losing
+        client.left -= 1
+        if client.left == 0:
+            raise RedisConnectionError("the reply is lost")
+        return result
+
+    losing: Any = None
+
+
+class Losing(Redis):
+    """The server executes, the reply to the `left`-th pipeline never comes."""
+
+    left = 0
+
+    def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
+        pipe = LosingPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipe.losing = self
+        return pipe
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 4, 5])
+def test_a_lost_reply_of_the_writer_changes_nothing(server_url: str, line: Line, lost: int) -> None:
+    with Losing.from_url(server_url) as client:
+        client.left = lost
+        sender = Line(client, line.blocking, handoff_id=line.handoff_id)
+        assert sender.send().bytes_written == 6 * PAGE_BYTES
+        assert client.left < 0
+    assert line.client.xlen(line.names.stream) == 8
+    assert gauges(line.client) == (6 * PAGE_BYTES, 0, 1)
+    line.receive(line.reader())
+
+
+@pytest.mark.parametrize("lost", [1, 2, 6])
+def test_a_lost_reply_of_the_reader_changes_nothing(server_url: str, line: Line, lost: int) -> None:
+    line.send()
+    with Losing.from_url(server_url) as client:
+        client.left = lost
+        receiver = Line(client, line.blocking, handoff_id=line.handoff_id)
+        receiver.receive(receiver.reader())
+        assert client.left <= 0
+    assert gauges(line.client) == (0, 0, 0)
+
+
+def test_a_page_sent_again_after_its_import_leaves_no_payload(line: Line) -> None:
+    credit = Credit(line.client, line.handoff_id, line.attempts, line.settings)
+    assert credit.reserve(0, 4)
+    assert credit.send(0, b"header", b"page") == "ok"
+    credit.give_back(0)
+    assert credit.send(0, b"header", b"page") == "ok"
+    assert not line.client.exists(credit.payload_key(0))
+    assert line.client.xlen(line.names.stream) == 0
+
+
+def test_a_header_without_its_payload_says_so(line: Line) -> None:
+    credit = Credit(line.client, line.handoff_id, line.attempts, line.settings)
+    assert credit.reserve(0, 4)
+    args = ["1.1", entry_id(line.attempts, 0), b"h", 4, "1.1.0", 1000]
+    assert credit._evaluate("header", args) == [b"missing"]
+    assert line.client.exists(line.names.stream) == 0
+
+
+def test_an_unreachable_server_is_a_broker_error(line: Line) -> None:
+    line.client = connect("redis://127.0.0.1:1/0")
+    with pytest.raises(BrokerError):
+        line.send()
+
+
+# -- leases
+
+
+def test_a_silent_handoff_is_reaped_whole(line: Line) -> None:
+    line.payload_ttl_s = 0.05
+    writer = line.send(upto=2)
+    other = Line(line.client, line.blocking)
+    other.fence()
+    other.send(upto=1)
+    time.sleep(0.1)
+    assert reap(line.client) == [line.handoff_id]
+    assert list(line.client.scan_iter(f"*{line.handoff_id}*")) == []
+    assert gauges(line.client) == (PAGE_BYTES, 0, 1)
+    with pytest.raises(StaleAttemptError):
+        writer.write(line.page(2))
+    release(other.client, other.handoff_id)
+    line.assert_nothing_remains()
+
+
+def test_a_heartbeat_keeps_credits_and_payloads(line: Line) -> None:
+    line.payload_ttl_s = 1
+    line.send(upto=2)
+    line.payload_ttl_s = 3600
+    assert heartbeat(line.client, line.handoff_id, line.settings) is True
+    assert line.client.pttl(_payload(line, 1)) > 3_000_000
+    assert line.client.zscore(keys.BUDGET_LEASES, line.handoff_id) > 3_000_000 + 1000 * line.client.time()[0]
+    assert heartbeat(line.client, uuid.uuid4().hex, line.settings) is False
+
+
+def test_credits_that_expired_do_not_leak_from_the_total(line: Line) -> None:
+    line.send(upto=2)
+    line.client.delete(line.names.credits)
+    release(line.client, line.handoff_id)
+    assert gauges(line.client) == (0, 0, 0)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import EngineError, HandoffCancelledError
+
+pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from pipeline.engines.mlx.memory import Memory, Share
+from tests.engines.flow import Waiter
+
+
+def memory(cap_tokens: int, slots: int = 8) -> Memory:
+    return Memory(cap_tokens * 10, 10, slots, lambda: None)
+
+
+def test_a_batched_share_takes_what_the_longest_takes() -> None:
+    room = memory(1000)
+    room.ask(100, batched=True)
+    assert room.free_bytes == 9000
+    room.ask(300, batched=True)
+    assert room.free_bytes == 4000  # 2 x 300 tokens
+    room.ask(150, batched=False)
+    assert room.free_bytes == 2500
+
+
+def test_release_is_idempotent_and_grants_in_order() -> None:
+    granted = []
+    room = Memory(1000, 1, 8, lambda: granted.append("call"))
+    first = room.ask(800, batched=False)
+    large, small = room.ask(900, batched=False), room.ask(100, batched=False)
+    assert (first.granted, large.granted, small.granted) == (True, False, False)
+    room.release(first)
+    room.release(first)
+    assert (large.granted, small.granted) == (True, True)
+    assert room.free_bytes == 0
+    assert granted == ["call", "call"]
+
+
+def test_a_place_in_the_line_can_be_given_back() -> None:
+    room = memory(1000)
+    room.ask(800, batched=False)
+    large, small = room.ask(900, batched=False), room.ask(100, batched=False)
+    assert not small.granted
+    room.release(large)
+    assert small.granted
+
+
+def test_slots_bound_the_batch_only() -> None:
+    room = memory(1000, slots=1)
+    first, second, prompt = room.ask(10, batched=True), room.ask(10, batched=True), Share(10, batched=False)
+    assert (first.granted, second.granted) == (True, False)
+    assert not room.wait(second, 0.0)
+    room.release(first)
+    assert room.wait(second, 0.0)
+    assert not prompt.granted
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    with pytest.raises(EngineError, match="set kv_cache_bytes to 10010 or more"):
+        memory(1000).ask(1001, batched=True)
+
+
+def test_close_wakes_who_waits() -> None:
+    room = memory(100)
+    room.ask(100, batched=False)
+    share = room.ask(100, batched=False)
+    waiter = Waiter(lambda: room.wait(share, 60.0))
+    room.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+
+
+ASKS = st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.integers(0, 9)), max_size=40)
+
+
+@given(ASKS)
+def test_the_cap_holds_and_nobody_waits_beside_free_memory(asks: list[tuple[int, bool, int]]) -> None:
+    room, live = memory(100, slots=3), []
+    for tokens, batched, drop in asks:
+        live.append(room.ask(tokens, batched=batched))
+        if drop < len(live):
+            room.release(live.pop(drop))
+        granted = [share for share in live if share.granted]
+        batch = [share.tokens for share in granted if share.batched]
+        used = sum(share.tokens for share in granted if not share.batched) + len(batch) * max(batch, default=0)
+        assert room.free_bytes == (100 - used) * 10 >= 0
+        assert len(batch) <= 3
+        assert granted or not live
+    for share in live:
+        room.release(share)
+    assert room.free_bytes == 1000

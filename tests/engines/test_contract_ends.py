@@ -1,0 +1,176 @@
+"""The contract suite, second part: admission under pressure, and close in every phase of both roles."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.engines.base import Admission, Engine, EngineStats
+from pipeline.errors import DeadlineError, EngineError, HandoffCancelledError
+from pipeline.page import PAGE_TOKENS
+from pipeline.request import Sampling
+from tests.engines.conftest import HELD_PAGES
+from tests.engines.flow import (
+    PATIENCE_S,
+    Oracle,
+    Waiter,
+    compute_locally,
+    deliver,
+    eventually,
+    export,
+    import_missing,
+    prompt,
+    read_text,
+    request,
+    settles,
+)
+
+# Admission
+
+
+def fill(engine: Engine, admitted: list[Admission]) -> None:
+    """Admit until there is no room; the last attempt raises DeadlineError."""
+    for seed in range(64):
+        admitted.append(engine.admit(request(prompt(1025, seed)), timeout_s=0.3))
+
+
+def test_admission_times_out_and_recovers(engine: Engine, baseline: EngineStats) -> None:
+    admitted: list[Admission] = []
+    with pytest.raises(DeadlineError):
+        fill(engine, admitted)
+    assert admitted
+    for admission in admitted:
+        admission.close()
+    assert settles(engine, baseline)
+    assert len(compute_locally(engine, request(prompt(1025)))) == 8
+
+
+def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -> None:
+    admitted: list[Admission] = []
+    with pytest.raises(DeadlineError):
+        fill(engine, admitted)
+    waiting = Waiter(lambda: engine.admit(request(prompt(1025, 99)), timeout_s=PATIENCE_S).close())
+    admitted.pop().close()
+    waiting.join()
+    for admission in admitted:
+        admission.close()
+    assert waiting.error is None
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(engine: Engine) -> None:
+    order = request(prompt(7900))
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine.admit(order, timeout_s=PATIENCE_S)
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine.prefill(order).wait_ready(0, PATIENCE_S)
+
+
+def test_held_pages_hold_back_new_prompts_only(engine: Engine) -> None:
+    first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
+    assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
+    second = engine.prefill(request(prompt(100, seed=1)))
+    assert not second.wait_ready(0, 0.5), "a prompt began though the quota of held pages is used up"
+    assert len(compute_locally(engine, request(prompt(50)))) == 8  # decoding goes on
+    first.close()
+    assert second.wait_ready(0, PATIENCE_S)
+    second.close()
+
+
+# Cancel
+
+
+def next_request_is_right(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats) -> bool:
+    assert settles(engine, baseline)
+    ids = oracle.sure_prompt(130)
+    engine.reset_prefix_cache()
+    expected = list(oracle.text(ids).tokens)
+    arrived = deliver(engine, request(ids), export(twin, request(ids)))[0]
+    engine.reset_prefix_cache()
+    left = deliver(twin, request(ids), export(engine, request(ids)))[0]
+    return arrived == expected and left == expected and settles(engine, baseline)
+
+
+@pytest.mark.parametrize("phase", ["at once", "mid-prefill", "pages unread", "half read"])
+def test_close_of_a_prefill(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str) -> None:
+    running = engine.prefill(request(prompt(900)))
+    if phase != "at once":
+        assert running.wait_ready(0 if phase == "mid-prefill" else 14, PATIENCE_S)
+    if phase == "half read":
+        running.read(0)
+        running.skip_to(5)
+        running.read(7)
+    running.close()
+    running.close()
+    with pytest.raises(HandoffCancelledError):
+        running.wait_ready(14, PATIENCE_S)
+    with pytest.raises(HandoffCancelledError):
+        running.read(14)
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+@pytest.mark.parametrize("phase", ["admitted", "half imported", "imported", "decoding"])
+def test_close_of_an_admission(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str) -> None:
+    order = request(prompt(400), Sampling(max_tokens=500, temperature=0.0))
+    pages = export(twin, order)
+    admission = engine.admit(order)
+    import_missing(admission, {"admitted": [], "half imported": pages[:3]}.get(phase, pages))
+    if phase == "decoding":
+        steps = admission.decode()
+        assert next(steps).token_ids
+        admission.close()
+        with pytest.raises(HandoffCancelledError):
+            read_text(steps)
+    admission.close()
+    admission.close()
+    with pytest.raises((HandoffCancelledError, EngineError)):
+        admission.import_page(pages[3])
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+def test_close_of_a_local_request_in_its_prefill(
+    engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats
+) -> None:
+    admission = engine.admit(request(prompt(2000)), local=True)
+    waiter = Waiter(lambda: read_text(admission.decode()))
+    assert eventually(lambda: engine.stats().prompt_tokens_computed > baseline.prompt_tokens_computed)
+    admission.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+    assert next_request_is_right(engine, twin, oracle, baseline)
+
+
+def test_close_wakes_a_decode_loop(engine: Engine) -> None:
+    admission = engine.admit(request(prompt(50), Sampling(max_tokens=2000, temperature=0.0)), local=True)
+    steps = admission.decode()
+    next(steps)
+    waiter = Waiter(lambda: read_text(steps))
+    admission.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+
+
+@pytest.mark.parametrize("call", ["wait_ready", "read"])
+def test_close_wakes_who_waits_for_a_page(engine: Engine, call: str) -> None:
+    first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
+    assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
+    second = engine.prefill(request(prompt(100, seed=1)))  # held back by the quota
+    waiter = Waiter(lambda: second.read(0) if call == "read" else second.wait_ready(0, PATIENCE_S))
+    second.close()
+    waiter.join()
+    assert isinstance(waiter.error, HandoffCancelledError)
+    first.close()
+
+
+def test_neighbours_do_not_notice_a_cancel(engine: Engine, twin: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(129, 12)
+    order = request(ids, Sampling(max_tokens=12, temperature=0.0))
+    pages = export(twin, order)
+    staying = [Waiter(lambda: deliver(engine, order, pages)[0]) for _ in range(2)]
+    leaving = [engine.admit(request(prompt(90, seed)), local=True) for seed in range(3)]
+    for admission in leaving:
+        steps = admission.decode()
+        next(steps)
+        admission.close()
+    for waiter in staying:
+        waiter.join()
+        assert waiter.error is None
+        assert waiter.value == list(oracle.text(ids, 12).tokens)

@@ -1,0 +1,50 @@
+"""How two runs of one suite are counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ops import suite
+from ops.suite import Case
+
+REPORT = """<?xml version="1.0"?><testsuites><testsuite>
+<testcase classname="tests.a" name="test_good"/>
+<testcase classname="tests.a" name="test_bad"><failure message="no">trace</failure></testcase>
+<testcase classname="tests.a" name="test_broken"><error message="no">trace</error></testcase>
+<testcase classname="tests.a" name="test_left"><skipped type="pytest.skip" message="no mlx">x</skipped></testcase>
+<testcase classname="tests.a" name="test_expected"><skipped type="pytest.xfail" message="known"/></testcase>
+<testcase classname="" name="tests.engines.test_vllm"><skipped type="pytest.skip" message="no vllm"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_read() -> None:
+    assert suite.read(REPORT) == [
+        Case("tests.a::test_good", "passed"),
+        Case("tests.a::test_bad", "failed"),
+        Case("tests.a::test_broken", "failed"),
+        Case("tests.a::test_left", "skipped", "no mlx"),
+        Case("tests.a::test_expected", "passed"),
+        Case("tests.engines.test_vllm", "skipped", "no vllm"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counted"),
+    [("skipped", "passed", "passed"), ("passed", "skipped", "passed"), ("passed", "failed", "failed")],
+)
+def test_a_test_of_two_runs_counts_once(first: str, second: str, counted: str) -> None:
+    cases = suite.combine([Case("t::a", first), Case("t::a", second)])
+    assert [case.outcome for case in cases] == [counted]
+
+
+def test_a_module_skipped_as_a_whole_counts_as_its_tests_did_elsewhere() -> None:
+    module = Case("tests.engines.test_vllm", "skipped")
+    ran = Case("tests.engines.test_vllm::test_a", "passed")
+    assert suite.combine([module, ran]) == [ran]
+    assert suite.combine([module]) == [module]
+
+
+def test_only_engines_that_must_be_here_are_missing() -> None:
+    vllm, mlx = (Case(f"tests.engines.test_contract::test_a[{name}]", "skipped") for name in ("vllm", "mlx"))
+    elsewhere = Case("tests.api.test_a::test_vllm", "skipped")
+    assert suite.missing([vllm, mlx, elsewhere], ["vllm", "reference"]) == [vllm]

@@ -1,0 +1,77 @@
+"""Request: the JSON that lies in the ledger, and its round trip."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import request
+from pipeline.request import Request, Sampling
+
+SAMPLINGS = st.builds(
+    Sampling,
+    max_tokens=st.integers(1, 10**6),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1),
+    top_k=st.integers(0, 10**5),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    stop_token_ids=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
+)
+REQUESTS = st.builds(
+    Request,
+    handoff_id=st.text(max_size=40),
+    token_ids=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200).map(tuple),
+    sampling=SAMPLINGS,
+    salt=st.text(max_size=40),
+)
+
+
+@settings(deadline=None)
+@given(REQUESTS)
+def test_the_round_trip_is_exact(made: Request) -> None:
+    text = request.encode(made)
+    assert request.decode(text) == made
+    assert request.decode(text.encode()) == made
+    assert isinstance(request.decode(text).sampling.stop_token_ids, tuple)
+
+
+def test_the_stored_form() -> None:
+    made = Request("h1", (5, 6), Sampling(max_tokens=3, temperature=0.0, stop_token_ids=(2,)), salt="s")
+    assert request.encode(made) == (
+        '{"handoff_id":"h1","token_ids":[5,6],"sampling":{"max_tokens":3,"temperature":0.0,"top_p":1.0,"top_k":0,'
+        '"seed":null,"stop_token_ids":[2]},"salt":"s"}'
+    )
+
+
+@pytest.mark.parametrize(("tokens", "moved"), [(1, 0), (2, 1), (65, 64), (129, 128)])
+def test_the_last_token_stays_home(tokens: int, moved: int) -> None:
+    assert Request("h", tuple(range(tokens)), Sampling(1)).transfer_tokens == moved
+
+
+def test_what_the_defaults_mean() -> None:
+    assert Sampling(16) == Sampling(16, temperature=1.0, top_p=1.0, top_k=0, seed=None, stop_token_ids=())
+
+
+GOOD = json.loads(request.encode(Request("h", (1,), Sampling(1))))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        json.dumps({name: value for name, value in GOOD.items() if name != "salt"}),
+        json.dumps(GOOD | {"token_ids": 1}),
+        json.dumps(GOOD | {"sampling": {}}),
+        json.dumps(GOOD | {"sampling": GOOD["sampling"] | {"beam": 2}}),
+        json.dumps(GOOD | {"sampling": {"stop_token_ids": []}}),
+    ],
+)
+def test_what_is_no_request_is_refused(raw: str) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        request.decode(raw)

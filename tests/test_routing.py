@@ -1,0 +1,140 @@
+"""Routing against hand-made fleets: the answers are written down, not computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from pipeline import routing
+from pipeline.contract import Contract
+from pipeline.errors import ContextLengthError, InvalidParameterError, NoReplicaError
+from pipeline.routing import Route, Wish
+
+CONTRACT = Contract(
+    weights="w", tokenizer="t", config="c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=4096
+)
+OTHER = Contract(
+    weights="x", tokenizer="t", config="c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=4096
+)
+SHORT = Contract(
+    weights="w", tokenizer="t", config="c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=128
+)
+EIGHT = CONTRACT.digest[:8]
+
+
+@dataclass(frozen=True)
+class Fake:
+    name: str
+    engine: str
+    role: str = "both"
+    contract: Contract = CONTRACT
+    can_prefill: bool = True
+    slots: int = 16
+    load: dict[str, int] = field(default_factory=dict)
+
+
+MLX, VLLM = Fake("mac", "mlx"), Fake("box", "vllm")
+
+
+def choose(*replicas: Fake, wish: str = "auto", tokens: int = 100, **more: object) -> str:
+    return str(routing.choose(replicas, CONTRACT.digest, tokens, routing.parse(wish), **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "wish"),
+    [
+        (None, Wish()),
+        ("", Wish()),
+        ("auto", Wish()),
+        (" vllm->mlx ", Wish("vllm", "mlx")),
+        ("local:mlx", Wish(decode="mlx", local=True)),
+    ],
+)
+def test_a_wish_is_read(text: str | None, wish: Wish) -> None:
+    assert routing.parse(text) == wish
+
+
+@pytest.mark.parametrize("text", ["mlx", "->mlx", "vllm->", "local:", "a->b->c", "vllm -> mlx", "local:../x"])
+def test_a_wish_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        routing.parse(text)
+    assert caught.value.param == "X-Crossfill-Route"
+
+
+def test_a_route_names_replica_and_queues() -> None:
+    found = routing.choose([MLX, VLLM], CONTRACT.digest, 100, Wish("vllm", "mlx"))
+    assert found == Route("vllm", f"prefill.vllm.{EIGHT}", "mac", "decode.mac", "mlx")
+    assert routing.choose([MLX, VLLM], CONTRACT.digest, 100, Wish(decode="mlx", local=True)) == Route(
+        None, None, "mac", "decode.mac", "mlx"
+    )
+
+
+def test_auto_crosses_engines_when_it_can() -> None:
+    assert choose(MLX, VLLM) == "mlx->vllm"  # equal load: by name, box before mac
+    assert choose(MLX) == "local:mlx"
+    assert choose(MLX, Fake("mac2", "mlx")) == "mlx->mlx"
+    assert choose(Fake("mac", "mlx", "decode"), Fake("mac2", "mlx", "prefill")) == "mlx->mlx"
+    assert choose(Fake("mac", "mlx", "decode"), Fake("mac2", "mlx", "prefill"), VLLM, wish="auto") == "mlx->vllm"
+
+
+def test_auto_takes_the_least_loaded() -> None:
+    busy = Fake("box", "vllm", load={"decode_running": 3})
+    assert choose(MLX, busy) == "vllm->mlx"
+    half = Fake("box", "vllm", slots=2, load={"decode_running": 1})
+    quarter = Fake("mac", "mlx", slots=16, load={"decode_running": 4})
+    assert choose(half, quarter) == "vllm->mlx"
+    assert choose(MLX, VLLM, pending={"box": 1}) == "vllm->mlx"
+    third = Fake("ref", "reference", role="prefill")
+    assert choose(Fake("box", "vllm", load={"prefill_running": 2, "decode_running": 9}), MLX, third) == "reference->mlx"
+
+
+def test_one_token_has_nothing_to_move() -> None:
+    assert choose(MLX, VLLM, tokens=1) == "local:vllm"
+
+
+def test_an_engine_that_cannot_prefill_always_gets_a_prefill() -> None:
+    sglang = Fake("s", "sglang", role="decode", can_prefill=False)
+    assert choose(sglang, Fake("m", "mlx", "prefill"), tokens=1) == "mlx->sglang"
+    with pytest.raises(NoReplicaError, match="`sglang` computes no prompts"):
+        choose(sglang)
+    with pytest.raises(NoReplicaError, match="engine `sglang` that computes prompts itself"):
+        choose(sglang, wish="local:sglang")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "wish", "says"),
+    [
+        ((), "auto", "no decode replica is alive"),
+        ((Fake("m", "mlx", "prefill"),), "auto", "no decode replica is alive"),
+        ((Fake("m", "mlx", contract=OTHER),), "auto", "no decode replica is alive"),
+        ((VLLM, Fake("m", "mlx", "prefill")), "vllm->mlx", "no decode replica of engine `mlx`"),
+        ((MLX, Fake("v", "vllm", "decode")), "vllm->mlx", "no prefill replica of engine `vllm`"),
+    ],
+)
+def test_what_is_missing_is_named(fleet: tuple[Fake, ...], wish: str, says: str) -> None:
+    with pytest.raises(NoReplicaError, match=says):
+        choose(*fleet, wish=wish)
+
+
+def test_an_unknown_engine_is_the_clients_fault_an_absent_one_is_not() -> None:
+    with pytest.raises(InvalidParameterError, match="Unknown engine `tpu`: choose one of mlx, vllm"):
+        choose(MLX, VLLM, wish="tpu->mlx")
+    with pytest.raises(NoReplicaError):
+        choose(MLX, wish="vllm->mlx", known={"vllm"})
+    with pytest.raises(NoReplicaError):
+        choose(wish="vllm->mlx")
+
+
+def test_a_replica_whose_window_is_too_short_is_passed_over() -> None:
+    short = Fake("a", "reference", contract=SHORT)
+    assert choose(short, MLX, tokens=127) == "mlx->reference"
+    assert choose(short, MLX, tokens=128) == "local:mlx"
+    with pytest.raises(ContextLengthError, match="maximum context length is 128 tokens"):
+        choose(short, tokens=128)
+
+
+def test_queues_of_a_replica() -> None:
+    assert routing.queues(MLX) == [f"prefill.mlx.{EIGHT}", "decode.mac"]
+    assert routing.queues(Fake("p", "mlx", "prefill")) == [f"prefill.mlx.{EIGHT}"]
+    assert routing.queues(Fake("d", "mlx", "decode")) == ["decode.d"]
