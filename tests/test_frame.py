@@ -19,7 +19,7 @@ from pipeline import prefix
 from pipeline.errors import ConfigError, EngineError, FrameError
 from pipeline.frame import AbortedError, Commit, Frame, FrameReader, FrameWriter, Kind, page_digest
 from pipeline.handoff import Attempts
-from pipeline.page import Page, PageShape, page_tokens
+from pipeline.page import Page, PageArray, PageShape, page_tokens
 
 GOLDEN = Path(__file__).parent / "golden"
 SHAPE = PageShape(layers=1, kv_heads=1, head_dim=2)  # 512 bytes a page
@@ -103,7 +103,14 @@ TABLE: list[tuple[str, list[tuple[str, int, str, object]]]] = [
             ("digest", 88, "16s", xxhash.xxh3_128_digest(KEYS[3] + b"\x07\x00" + GOLDEN_PAGE.data.tobytes())),
         ],
     ),
-    ("page-lz4", [("codec", 7, "B", 1), ("raw", 44, "<I", 512), ("digest", 88, "16s", page_digest(KEYS[3], 7, GOLDEN_PAGE.data.tobytes()))]),
+    (
+        "page-lz4",
+        [
+            ("codec", 7, "B", 1),
+            ("raw", 44, "<I", 512),
+            ("digest", 88, "16s", page_digest(KEYS[3], 7, GOLDEN_PAGE.data.tobytes())),
+        ],
+    ),
     ("commit", [("kind", 6, "B", 3), ("index", 36, "<I", 1), ("body", 52, "<I", 8), ("first", 104, "<2I", 17)]),
     ("abort", [("kind", 6, "B", 4), ("key", 56, "32s", bytes(32)), ("digest", 88, "16s", bytes(16))]),
 ]
@@ -451,7 +458,7 @@ def test_nan_inf_and_dirty_padding_leave_neither_the_producer_nor_pass_the_consu
         np.zeros((1, 2, 1, 2, 64), np.float16).transpose(0, 1, 2, 4, 3),
     ],
 )
-def test_a_page_that_is_not_canonical_does_not_leave(data: np.ndarray) -> None:  # type: ignore[type-arg]
+def test_a_page_that_is_not_canonical_does_not_leave(data: PageArray) -> None:
     with pytest.raises(EngineError, match="not contiguous float16"):
         writer().page(Page(0, 64, data))
 

@@ -31,7 +31,7 @@ from pipeline.request import Request
 from pipeline.routing import Route, Wish
 from pipeline.settings import Settings
 
-_OWNER_TTL_S = 5.0  # handoffs of an API process silent for this long are nobody's
+_OWNER_TTL_S = 10.0  # handoffs of an API process silent for this long are nobody's
 _BEAT_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class BrokerBackend:
         if not create.cancelled() and create.exception() is None:
             with contextlib.suppress(CrossfillError):
                 await to_thread.run_sync(self._ledger.cancel, handoff_id, "client-gone")
+                await to_thread.run_sync(self._ledger.forget, handoff_id)
 
     def _create(self, request: Request, wish: Wish) -> Route:
         replicas = self._registry.list()

@@ -128,6 +128,7 @@ class Relay:
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._readers: list[asyncio.Task[None]] = []
         self._left = len(self.choices)
+        self._closing = False
 
     @property
     def done(self) -> bool:
@@ -141,11 +142,15 @@ class Relay:
 
     async def close(self) -> None:
         """Cancel what has not ended, forget what has. Not to be run by a task that a disconnect cancels."""
+        self._closing = True
+        for reader in self._readers:
+            reader.cancel()
         with anyio.move_on_after(_CLOSE_S, shield=True):
-            for reader in self._readers:
-                reader.cancel()
             await asyncio.gather(*self._readers, return_exceptions=True)
+        with anyio.move_on_after(_CLOSE_S, shield=True) as ending:
             await asyncio.gather(*(self._end(choice) for choice in self.choices if choice.submission))
+        if ending.cancelled_caught:
+            _log.warning("handoffs left to their lease: the broker does not answer")
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event of any choice; None after `timeout_s` of silence. Raises what ended a handoff."""
@@ -170,6 +175,8 @@ class Relay:
     async def _read(self, index: int, choice: Choice, submission: Submission) -> None:
         try:
             async for entry in submission:
+                if self._closing:  # before Python 3.12 `asyncio.wait_for` swallows a cancel that meets its result
+                    return
                 text = self._take(choice, entry)
                 if choice.output.finish:
                     await self._finish(choice, entry, submission)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from pipeline.errors import BrokerError, CrossfillError
 
 _HEAL_S = 0.5  # silence after which a reader looks into the log by itself
 _RECONNECT_S = 0.2
+_CONFIRM_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,15 @@ class TokenHub:
         self._inboxes[channel] = inbox
         ready = self._subscribed[channel] = asyncio.Event()
         try:
-            await self._pubsub.subscribe(channel)
-            await asyncio.wait_for(ready.wait(), 5.0)
+            async with asyncio.timeout(_CONFIRM_S):
+                await _uncancelled(self._pubsub.subscribe(channel))
+                await ready.wait()
         except (RedisError, OSError, TimeoutError) as error:
             self._inboxes.pop(channel, None)
             raise BrokerError(f"cannot subscribe to the token channel: {error}") from error
+        except asyncio.CancelledError:
+            await self.drop(handoff_id)
+            raise
         finally:
             self._subscribed.pop(channel, None)
         return inbox
@@ -114,12 +119,12 @@ class TokenHub:
         channel = keys.HandoffKeys(handoff_id).notify
         self._inboxes.pop(channel, None)
         with contextlib.suppress(RedisError, OSError):
-            await self._pubsub.unsubscribe(channel)
+            await _uncancelled(self._pubsub.unsubscribe(channel))
 
     async def log(self, handoff_id: str, start: int) -> list[bytes]:
         """Entries of the log from index `start` on. Raises BrokerError."""
         try:
-            entries: Any = await self._client.lrange(keys.HandoffKeys(handoff_id).tokens, start, -1)
+            entries = await _uncancelled(self._client.lrange(keys.HandoffKeys(handoff_id).tokens, start, -1))
         except (RedisError, OSError) as error:
             raise BrokerError(f"cannot read the token log: {error}") from error
         return list(entries)
@@ -170,9 +175,19 @@ class TokenReader:
 
     async def _wait(self) -> list[bytes]:
         try:
-            index, entry = await asyncio.wait_for(self._inbox.get(), _HEAL_S)
+            async with asyncio.timeout(_HEAL_S):
+                index, entry = await self._inbox.get()
         except TimeoutError:
             return await self._hub.log(self._id, self._next)
         if index < self._next:
             return []
         return [entry] if index == self._next else await self._hub.log(self._id, self._next)
+
+
+async def _uncancelled(command: Awaitable[Any]) -> Any:
+    """Run a redis-py command in a task of its own: a cancellation reaches us, never redis-py.
+
+    It waits by `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that meets a result; the
+    handoff of a client long gone then ran to its end.
+    """
+    return await asyncio.shield(asyncio.ensure_future(command))

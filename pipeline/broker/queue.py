@@ -29,12 +29,12 @@ from rq.registry import CanceledJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker, WorkerStatus
-from rq.worker_registration import clean_worker_registry
+from rq.worker_registration import clean_worker_registry, register
 
 from pipeline.broker.connect import translate
 from pipeline.broker.job import DECODE_JOB, JOBS, PREFILL_JOB, HandoffJob, JobSpec, NoPenalty, fetch, open_queue, text
 from pipeline.broker.retention import requeue_front, tidy
-from pipeline.errors import BrokerError, HandoffCancelledError, PeerError
+from pipeline.errors import HandoffCancelledError, PeerError
 from pipeline.settings import BrokerSettings
 
 __all__ = [
@@ -301,17 +301,20 @@ class ConcurrentWorker(BaseWorker):
                     self.maintain_heartbeats(job, execution)
                 clean_worker_registry(self.queues[0])
                 tidy(self.connection, self.queue_names(), cancelled_ttl_s=self._settings.result_ttl_s)
-            except (RedisError, BrokerError) as error:
-                self.log.warning("worker %s: heartbeat: %s", self.name, error)
+            except Exception as error:  # this thread must outlive whatever happens to the broker
+                self.log.warning("worker %s: heartbeat: %s: %s", self.name, type(error).__name__, error)
 
     def _stay_registered(self) -> None:
-        """Also after the broker came back empty."""
-        if self.connection.hexists(self.key, "birth"):
-            self.heartbeat()
+        """Also after the broker came back empty, where RQ's own heartbeats revive parts of the record at best."""
+        self.heartbeat()
+        complete = all(self.connection.hmget(self.key, "birth", "state"))
+        if complete and self.connection.sismember(self.redis_workers_keys, self.key):
             return
-        self.connection.unlink(self.key)
-        self.register_birth()
-        self.set_state(WorkerStatus.IDLE)
+        self.log.warning("worker %s: the broker had forgotten this worker: registering it again", self.name)
+        with self.connection.pipeline() as pipe:
+            pipe.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            register(self, pipe)
+            pipe.execute()
 
     # -- commands
 

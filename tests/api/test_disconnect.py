@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.api.conftest import chat
-from tests.api.fake import FakeBackend, steps
+from tests.api.fake import FakeBackend, Swallow, steps
 
 pytestmark = pytest.mark.anyio
 Ids = Callable[[str], list[int]]
@@ -85,6 +85,18 @@ async def test_after_some_tokens(app: FastAPI, backend: FakeBackend, ids: Ids, s
     await call
     assert [entry[0] for entry in backend.log] == ["cancel", "close"]
     assert "[DONE]" not in connection.text()
+
+
+async def test_a_cancellation_that_gets_lost(app: FastAPI, backend: FakeBackend, ids: Ids) -> None:
+    backend.scripts = [[Swallow(), *steps(ids("ab"), None), asyncio.Event()]]
+    connection = Connection(chat(stream=True))
+    call = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
+    await begun(backend)
+    await connection.arrived.wait()
+    connection.gone.set()
+    await call
+    assert backend.submissions[0].read == 1
+    assert [entry[0] for entry in backend.log] == ["cancel", "close"]
 
 
 async def test_all_of_several_prompts(app: FastAPI, backend: FakeBackend) -> None:

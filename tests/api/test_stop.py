@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.stop import StopMatcher
@@ -30,6 +30,7 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[
 SMALL = st.text(alphabet="ab\N{GRINNING FACE}", max_size=24)
 
 
+@settings(deadline=None)
 @given(st.lists(SMALL, max_size=8), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3), st.booleans())
 def test_one_stop_at_most_per_piece_equals_the_naive_reader(pieces: list[str], stops: list[str], include: bool) -> None:
     characters = [character for piece in pieces for character in piece]
@@ -37,12 +38,14 @@ def test_one_stop_at_most_per_piece_equals_the_naive_reader(pieces: list[str], s
     assert ("".join(out), matched is not None) == naive("".join(pieces), stops, include)
 
 
+@settings(deadline=None)
 @given(st.lists(SMALL, max_size=8), st.text(alphabet="ab", min_size=1, max_size=4), st.booleans())
 def test_any_split_gives_the_same_text(pieces: list[str], stop: str, include: bool) -> None:
     out, matched = run(pieces, [stop], include=include)
     assert ("".join(out), matched is not None) == naive("".join(pieces), [stop], include)
 
 
+@settings(deadline=None)
 @given(st.lists(SMALL, min_size=1, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_no_more_is_held_than_could_become_a_stop(pieces: list[str], stops: list[str]) -> None:
     matcher, sent, fed = StopMatcher(stops), "", ""

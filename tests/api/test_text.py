@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -24,6 +24,7 @@ def pieces(text: Text, prompt: list[int], token_ids: list[int], **options: bool)
     return [*(detokeniser.push(token_id) for token_id in token_ids), detokeniser.flush()]
 
 
+@settings(deadline=None)
 @given(prompt=WORDS, answer=WORDS)
 def test_pieces_join_to_the_whole_text(text: Text, prompt: str, answer: str) -> None:
     before = text.encode(prompt, add_special_tokens=False)
@@ -31,6 +32,7 @@ def test_pieces_join_to_the_whole_text(text: Text, prompt: str, answer: str) -> 
     assert "".join(pieces(text, before, after)) == answer
 
 
+@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(3, 1023), max_size=40))
 def test_any_token_ids_join_to_what_the_library_decodes(text: Text, token_ids: list[int]) -> None:
     assert "".join(pieces(text, [], token_ids)) == text.decode(token_ids)

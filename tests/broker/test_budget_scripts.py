@@ -121,10 +121,14 @@ class Lockstep(RuleBasedStateMachine):
         held = {handoff: model.held(handoff) for handoff in model.credits}
         names = [self._names(handoff) for handoff in IDS]
         with self.client.pipeline(transaction=False) as pipe:
-            pipe.get(keys.BUDGET_TOTAL).hgetall(keys.BUDGET_HELD).zrange(keys.BUDGET_WAITERS, 0, -1)
-            pipe.hkeys(keys.BUDGET_WANTS).zrange(keys.BUDGET_LEASES, 0, -1)
+            pipe.get(keys.BUDGET_TOTAL)
+            pipe.hgetall(keys.BUDGET_HELD)
+            pipe.zrange(keys.BUDGET_WAITERS, 0, -1)
+            pipe.hkeys(keys.BUDGET_WANTS)
+            pipe.zrange(keys.BUDGET_LEASES, 0, -1)
             for name in names:
-                pipe.exists(name.wake).hgetall(name.credits)
+                pipe.exists(name.wake)
+                pipe.hgetall(name.credits)
             total, in_flight, line, wants, leases, *rest = pipe.execute()
         assert 0 <= int(total or 0) <= BUDGET
         assert int(total or 0) == model.total
@@ -149,7 +153,7 @@ def test_model_and_scripts_in_lockstep(redis_client: Redis, monkeypatch: pytest.
     monkeypatch.setattr("pipeline.broker.credit.WAITER_LEASE_MS", 3_600_000)
     machine = type("LockstepHere", (Lockstep,), {"client": redis_client})
     effort = settings(max_examples=30, stateful_step_count=40, deadline=None)
-    run_state_machine_as_test(machine, settings=effort)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=effort)
 
 
 def test_large_budgets_stay_exact(redis_client: Redis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
 import pytest
@@ -98,3 +99,29 @@ def test_two_readers_share_one_hub(redis_client: Redis, server_url: str) -> None
             await client.aclose()
 
     assert asyncio.run(both()) == [ENTRIES, ENTRIES]
+
+
+class _Swallowing:
+    """A pub/sub connection that, like `asyncio.wait_for` before Python 3.12, may swallow a cancellation."""
+
+    async def subscribe(self, channel: str) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+    unsubscribe = subscribe
+
+
+def test_a_cancelled_open_ends_although_the_client_library_swallows_it(server_url: str) -> None:
+    async def run() -> None:
+        client = AsyncRedis.from_url(server_url)
+        hub = TokenHub(client)
+        hub._pubsub = _Swallowing()  # type: ignore[assignment]
+        task = asyncio.create_task(hub.open("0" * 32))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert hub._inboxes == {}
+        await client.aclose()
+
+    asyncio.run(run())

@@ -84,13 +84,16 @@ class Desk:
 
 
 @contextmanager
-def _working(worker: ConcurrentWorker) -> Iterator[threading.Thread]:
+def _working(worker: ConcurrentWorker, desk: Desk | None = None) -> Iterator[threading.Thread]:
+    """Runs it on a thread; on leaving, opens the desk's gate and waits for the graceful end."""
     thread = threading.Thread(target=worker.run, name="worker-under-test")
     thread.start()
     try:
         yield thread
     finally:
         worker.request_stop()
+        if desk:
+            desk.gate.set()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
@@ -166,7 +169,7 @@ def test_enqueue_refuses_a_function_that_is_not_ours(client: Redis) -> None:
 
 def test_as_many_jobs_at_once_as_there_are_slots(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
     ids = _put(client, *(f"h{n}" for n in range(7)))
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: worker.running == 4, "four running")
         assert sorted(desk.seen) == ["h0", "h1", "h2", "h3"]
         assert sorted(_started(client)) == sorted(ids[:4])
@@ -187,7 +190,7 @@ def test_as_many_jobs_at_once_as_there_are_slots(client: Redis, desk: Desk, work
 def test_the_three_ends_of_a_job(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
     desk.cancelled.add("gone")
     good, bad, gone = _put(client, "good", "bad", "gone")
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: _status(client, gone) == JobStatus.CANCELED, "cancelled")
         desk.gate.set()
         _wait(lambda: _status(client, good) == JobStatus.FINISHED, "finished")
@@ -207,7 +210,7 @@ def test_the_three_ends_of_a_job(client: Redis, desk: Desk, worker: ConcurrentWo
 
 def test_stopping_a_job_by_command_reaches_every_slot(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
     ids = _put(client, "h0", "h1", "h2")
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: worker.running == 3, "three running")
         for job_id in (ids[2], ids[0]):
             send_stop_job_command(client, job_id, serializer=JSONSerializer)
@@ -215,12 +218,11 @@ def test_stopping_a_job_by_command_reaches_every_slot(client: Redis, desk: Desk,
         assert sorted(desk.stops) == ["h0", "h2"]
         _wait(lambda: _status(client, ids[0]) == _status(client, ids[2]) == JobStatus.CANCELED, "cancelled in RQ")
         assert _status(client, ids[1]) == JobStatus.STARTED
-        desk.gate.set()
 
 
 def test_stop_execution_and_unreadable_commands(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
     (job_id,) = _put(client, "h0")
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: worker.running == 1, "one running")
         channel = f"rq:pubsub:{worker.name}"
         for junk in (b"\xff", b"[]", b"{}", b'{"command": "kill-horse"}', b'{"command": "stop-job"}'):
@@ -237,7 +239,7 @@ def test_commands_still_arrive_after_the_connection_was_cut(
 ) -> None:
     (job_id,) = _put(client, "h0")
     channel = f"rq:pubsub:{worker.name}"
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: worker.running == 1, "one running")
         client.client_kill_filter(_type="pubsub")
         _wait(lambda: client.pubsub_numsub(channel) == [(channel.encode(), 1)], "subscribed again")
@@ -248,7 +250,7 @@ def test_commands_still_arrive_after_the_connection_was_cut(
 def test_request_stop_finishes_what_runs_and_leaves_the_rest_queued(client: Redis, desk: Desk) -> None:
     worker = _worker(client, desk, slots=2)
     ids = _put(client, "h0", "h1", "h2", "h3")
-    with _working(worker) as thread:
+    with _working(worker, desk) as thread:
         _wait(lambda: worker.running == 2, "two running")
         worker.request_stop()
         thread.join(0.2)
@@ -304,7 +306,7 @@ def test_a_pickle_is_never_loaded_and_fails_its_job(
     planted = [_plant(client, data=bomb), _plant(client, data=bomb, meta=bomb, result=bomb)]
     (after,) = _put(client, "after")
     desk.gate.set()
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: _status(client, after) == JobStatus.FINISHED, "the next job finished")
         _wait(lambda: all(_status(client, i) == JobStatus.FAILED for i in planted), "the pickles failed")
     assert list(tmp_path.iterdir()) == []
@@ -331,7 +333,7 @@ def test_anything_but_an_allowed_function_and_a_handoff_id_is_refused(
 ) -> None:
     job_id = _plant(client, data=json.dumps(data))
     desk.gate.set()
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: _status(client, job_id) == JobStatus.FAILED, "refused")
     assert desk.seen == []
 
@@ -344,7 +346,7 @@ def test_callbacks_and_retries_of_a_planted_job_are_ignored(
     good = _plant(client, webhooks=webhooks, rate_limit_key="k", rate_limit_concurrency="1", **hooks)
     bad = _plant(client, data=json.dumps([DECODE_JOB, None, ["bad"], {}]), **hooks)
     desk.gate.set()
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: _status(client, good) == JobStatus.FINISHED, "finished")
         _wait(lambda: _status(client, bad) == JobStatus.FAILED, "failed")
     assert sorted(desk.seen) == ["bad", "h"]
@@ -356,7 +358,7 @@ def test_a_record_that_rq_cannot_read_is_removed(client: Redis, desk: Desk, work
     client.rpush(open_queue(client, NAME).key, "text", "never-existed")
     (after,) = _put(client, "after")
     desk.gate.set()
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: _status(client, after) == JobStatus.FINISHED, "the next job finished")
     assert [client.exists(Job.key_for(i)) for i in (*broken, "text")] == [0, 0, 0]
     assert client.exists(open_queue(client, NAME).intermediate_queue_key) == 0
@@ -380,7 +382,7 @@ def test_the_worker_lives_through_a_broker_that_is_full_or_cuts_it_off(
     client: Redis, redis_client: Redis, desk: Desk, worker: ConcurrentWorker
 ) -> None:
     desk.gate.set()
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: client.hget(worker.key, "state") == b"idle", "idle")
         first = _put(client, "h0")
         redis_client.config_set("maxmemory", 1)
@@ -396,7 +398,7 @@ def test_heartbeats_keep_jobs_and_worker_and_bring_back_a_lost_registration(clie
     worker = _worker(client, desk, slots=1, heartbeat_s=0.05)
     (job_id,) = _put(client, "h0")
     started = StartedJobRegistry(NAME, connection=client)
-    with _working(worker):
+    with _working(worker, desk):
         _wait(lambda: worker.running == 1, "running")
         (entry,) = [text(member) for member in client.zrange(started.key, 0, -1)]
         client.zadd(started.key, {entry: time.time() + 1})
