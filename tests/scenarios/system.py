@@ -43,6 +43,10 @@ class System:
         self.http = httpx.Client(base_url=fleet.url, timeout=300)
         self.broker = Redis.from_url(fleet.settings.broker.url)
 
+    def close(self) -> None:
+        self.http.close()
+        self.broker.close()
+
     def complete(self, prompt: Sequence[int] | str, route: str, **body: Any) -> Answer:
         """One completion, greedy unless told otherwise, with a salt of its own unless one is given."""
         answer = self.post(prompt, route, **body)
@@ -108,7 +112,9 @@ def system(settings: dict[str, Any], directory: Path) -> Iterator[System]:
         fleet.start()
         for _ in fleet.wait_ready(READY_S):
             pass
-        yield System(fleet)
+        running = System(fleet)
+        yield running
+        running.close()
     finally:
         killed = fleet.stop()
     assert killed == [], "a process did not end by itself"
