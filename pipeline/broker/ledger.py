@@ -93,7 +93,7 @@ class Ledger:
         contract: Contract,
         route: Mapping[str, str | None],
         owner: str,
-        enqueue: Callable[[Pipeline], None],
+        enqueue: Callable[[Pipeline], object],
     ) -> None:
         """Write the record and let `enqueue` queue every job of it, in one transaction: one global order."""
         names = keys.HandoffKeys(request.handoff_id)

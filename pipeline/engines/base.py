@@ -8,7 +8,8 @@ Engines know neither broker nor frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +17,8 @@ from pipeline.contract import Contract
 from pipeline.page import Page
 from pipeline.request import Request
 
+WAIT_SLICE_S = 0.25
+Check = Callable[[], None]
 FinishReason = Literal["stop", "length"]
 
 
@@ -106,10 +109,13 @@ class PrefillEngine(Protocol):
 
 
 class DecodeEngine(Protocol):
-    def admit(self, request: Request, *, local: bool = False, timeout_s: float = 60.0) -> Admission:
+    def admit(
+        self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
+    ) -> Admission:
         """Reserve room, blocking up to `timeout_s` (then DeadlineError).
 
-        `local`: nothing will be imported, the engine computes what it does not hold itself.
+        `local`: nothing will be imported, the engine computes what it does not hold itself. `check` is called at
+        least every WAIT_SLICE_S while blocked; what it raises ends the wait and gives the place in line back.
         """
         ...
 
@@ -133,3 +139,15 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def wait_in_slices(wait: Callable[[float], bool], timeout_s: float, check: Check) -> bool:
+    """`wait(slice_s)` until it is true or `timeout_s` is over, with `check()` in between."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        if wait(max(0.0, min(left, WAIT_SLICE_S))):
+            return True
+        if left <= WAIT_SLICE_S:
+            return False
+        check()

@@ -56,7 +56,7 @@ def _admission(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
 
 def _local(part: Part, engine: Engine) -> Admission:
     limit = part.services.settings.handoff.accept_s
-    admission = engine.admit(part.record.request, local=True, timeout_s=limit)
+    admission = engine.admit(part.record.request, local=True, timeout_s=limit, check=part.check)
     try:
         part.mark("admitted")
         _commit(part, held=admission.held_pages, imported=0)
@@ -71,7 +71,7 @@ def _remote(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
     prefill_attempt = part.watch.wait_for(
         lambda record: record.number("prefill_attempt") or None, limits.queue_s, "a prefill worker"
     )
-    admission = engine.admit(part.record.request, timeout_s=limits.accept_s)
+    admission = engine.admit(part.record.request, timeout_s=limits.accept_s, check=part.check)
     try:
         part.watch.on_over(admission.close)
         part.mark("admitted")

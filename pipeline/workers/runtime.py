@@ -27,7 +27,7 @@ from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
 from pipeline.engines.base import Engine
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, StaleAttemptError
 from pipeline.page import page_count
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings, WorkerSettings
@@ -55,7 +55,8 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
             signal.signal(number, lambda *_: stop.set())
         replica.start()
         _log.info("replica %s is ready (%s, %s)", worker.name, worker.engine, worker.role)
-        stop.wait()
+        while not stop.wait(_BEAT_S) and not replica.lost.is_set():
+            pass
         _log.info("replica %s drains", worker.name)
         replica.close()
 
@@ -98,6 +99,7 @@ class Runtime:
             pages=client,
             blocking=connect_blocking(settings.broker.url),
         )
+        self.lost = threading.Event()  # another process took our name: stop serving under it
         self._stop = threading.Event()
         self._takers = self._make_takers()
         self._threads = [
@@ -171,17 +173,26 @@ class Runtime:
         return {f"{role}_running": taker.running for role, taker in self._takers.items()}
 
     def _beat(self) -> None:
-        """Publish gauges and renew leases; sweep three times within a lease."""
+        """Publish gauges and renew leases; sweep three times within a lease. Only a lost name ends it early."""
         sweep_every = max(1, round(self._worker.lease_s / 3 / _BEAT_S))
         for beat in itertools.count(1):
             if self._stop.wait(_BEAT_S):
                 return
             try:
-                self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
-                for handoff_id in self._signals.active():
-                    stream.heartbeat(self._client, handoff_id, self._settings.broker)
+                self._renew()
                 if beat % sweep_every == 0:
                     self._clock.refresh()
                     self._janitor.sweep()
+            except StaleAttemptError as error:
+                _log.error("heartbeat: %s", error)
+                self.lost.set()
+                return
             except BrokerError as error:
                 _log.warning("heartbeat: %s", error)
+            except Exception:
+                _log.exception("heartbeat")  # a lease that ends by a bug of ours would look like death
+
+    def _renew(self) -> None:
+        self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
+        for handoff_id in self._signals.active():
+            stream.heartbeat(self._client, handoff_id, self._settings.broker)

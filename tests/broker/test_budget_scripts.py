@@ -42,7 +42,7 @@ class Lockstep(RuleBasedStateMachine):
         for handoff in IDS:
             raise_fence(self.client, handoff, ATTEMPTS, SETTINGS)
 
-    @rule(handoff=HANDOFFS, sequence=st.integers(0, 5), size=st.integers(1, BUDGET + 2))
+    @rule(handoff=HANDOFFS, sequence=st.integers(0, 9), size=st.sampled_from([1, 4, 6, 8, 9, BUDGET + 1]))
     def reserve(self, handoff: str, sequence: int, size: int) -> None:
         expected = self.model.reserve(handoff, str(sequence), size, NOW)
         if expected is Answer.REFUSED:
@@ -50,6 +50,19 @@ class Lockstep(RuleBasedStateMachine):
                 self.scripts[handoff].reserve(sequence, size)
         else:
             assert self.scripts[handoff].reserve(sequence, size) is (expected is Answer.GRANTED)
+
+    @rule(sequence=st.integers(0, 9), size=st.sampled_from([4, 6, 8]))
+    def everybody_reserves(self, sequence: int, size: int) -> None:
+        """Fills the budget and the line, so that the rules of waiting are met in most runs."""
+        for handoff in IDS:
+            self.reserve(handoff, sequence, size)
+
+    @rule()
+    def whoever_was_woken_asks_again(self) -> None:
+        for handoff in sorted(self.model.woken):
+            self.look_at_wake(handoff)
+            if wait := self.model.waits.get(handoff):
+                self.reserve(handoff, 9, wait.size)
 
     @rule(handoff=HANDOFFS, shrink=st.integers(0, 4), choose=st.randoms(use_true_random=False))
     def send(self, handoff: str, shrink: int, choose: random.Random) -> None:
@@ -65,20 +78,26 @@ class Lockstep(RuleBasedStateMachine):
         if not already:
             self.model.true_up(handoff, sequence, size, NOW)
 
-    @rule(handoff=HANDOFFS, sequence=st.integers(0, 5))
-    def give_back(self, handoff: str, sequence: int) -> None:
+    @rule(handoff=HANDOFFS, choose=st.randoms(use_true_random=False))
+    def give_back(self, handoff: str, choose: random.Random) -> None:
+        """Mostly what is held, at times what is not."""
+        sequence = int(choose.choice([*sorted(self.model.credits.get(handoff, {})), "5"]))
         self.model.release(handoff, str(sequence), NOW)
         self.scripts[handoff].give_back(sequence)
         assert not self.client.exists(self.scripts[handoff].payload_key(sequence))
 
-    @rule(handoff=HANDOFFS)
+    @rule(
+        handoff=HANDOFFS, what=st.sampled_from(["close", "newer_attempt", "waiter_dies", "lease_ends", "beat", "reap"])
+    )
+    def something_rare(self, handoff: str, what: str) -> None:
+        getattr(self, what)(handoff)
+
     def close(self, handoff: str) -> None:
         self.model.close(handoff, NOW)
         release(self.client, handoff)
         assert self.client.keys(f"cf:{{{handoff}}}:*") == []
         raise_fence(self.client, handoff, self.scripts[handoff].attempts, SETTINGS)
 
-    @rule(handoff=HANDOFFS)
     def newer_attempt(self, handoff: str) -> None:
         old = self.scripts[handoff].attempts
         self.model.close(handoff, NOW)
@@ -91,25 +110,21 @@ class Lockstep(RuleBasedStateMachine):
         assert woken == (handoff in self.model.woken)
         self.model.woken.discard(handoff)
 
-    @rule(handoff=HANDOFFS)
     def waiter_dies(self, handoff: str) -> None:
         if (wait := self.model.waits.get(handoff)) and wait.arrival is not None:
             self.model.waits[handoff] = wait._replace(lease_ms=ENDED)
         self.client.zadd(keys.BUDGET_WAITER_LEASES, {handoff: ENDED}, xx=True)
 
-    @rule(handoff=HANDOFFS)
     def lease_ends(self, handoff: str) -> None:
         if handoff in self.model.leases:
             self.model.leases[handoff] = ENDED
         self.client.zadd(keys.BUDGET_LEASES, {handoff: ENDED}, xx=True)
 
-    @rule(handoff=HANDOFFS)
     def beat(self, handoff: str) -> None:
         self.model.heartbeat(handoff, NOW)
         assert heartbeat(self.client, handoff, SETTINGS) is (handoff in self.model.leases)
 
-    @rule()
-    def reap(self) -> None:
+    def reap(self, _: str) -> None:
         dead = self.model.reap(NOW)
         assert reap(self.client) == dead
         for handoff in dead:
@@ -152,7 +167,7 @@ def test_model_and_scripts_in_lockstep(redis_client: Redis, monkeypatch: pytest.
     # wake tokens expire with the waiter's lease, which runs on the server's clock: here it must not
     monkeypatch.setattr("pipeline.broker.credit.WAITER_LEASE_MS", 3_600_000)
     machine = type("LockstepHere", (Lockstep,), {"client": redis_client})
-    effort = settings(max_examples=30, stateful_step_count=40, deadline=None)
+    effort = settings(max_examples=40, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(machine, settings=effort)
 
 

@@ -45,7 +45,7 @@ def _admit(ledger: Ledger, handoff: str) -> tuple[int, int]:
 
 
 def _leftovers(client: Redis) -> list[str]:
-    total = int(client.get(keys.BUDGET_TOTAL) or 0)  # type: ignore[arg-type]
+    total = int(client.get(keys.BUDGET_TOTAL) or 0)
     live = [k.decode() for k in client.scan_iter("cf:*{*") if b"{" in k] + ["live"] * client.exists(keys.LIVE)
     return sorted(live) + ([f"budget {total}"] if total else [])
 
@@ -105,7 +105,7 @@ def test_record_goes_when_both_api_and_workers_are_done(
 
 def test_cancel_with_nobody_at_work_is_terminal_at_once(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
     assert ledger.cancel(handoff, "client") is State.CANCELLED
-    entry = json.loads(redis_client.lindex(keys.HandoffKeys(handoff).tokens, -1))
+    entry = json.loads(redis_client.lindex(keys.HandoffKeys(handoff).tokens, -1) or "")
     assert entry["error"]["code"] == "cancelled"
     with pytest.raises(HandoffCancelledError, match="cancelled"):
         ledger.enter(handoff, "prefill", "p-0")

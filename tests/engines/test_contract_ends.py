@@ -56,6 +56,21 @@ def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -
     assert waiting.error is None
 
 
+def test_a_waiting_admission_ends_when_its_check_raises(engine: Engine, baseline: EngineStats) -> None:
+    admitted: list[Admission] = []
+    with pytest.raises(DeadlineError):
+        fill(engine, admitted)
+
+    def gone() -> None:
+        raise HandoffCancelledError("nobody waits for it")
+
+    with pytest.raises(HandoffCancelledError, match="nobody waits for it"):
+        engine.admit(request(prompt(1025, 99)), timeout_s=PATIENCE_S, check=gone)
+    for admission in admitted:
+        admission.close()
+    assert settles(engine, baseline)
+
+
 def test_a_request_that_can_never_fit_is_refused_at_once(engine: Engine) -> None:
     order = request(prompt(7900))
     with pytest.raises(EngineError, match="kv_cache_bytes"):

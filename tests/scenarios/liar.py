@@ -123,7 +123,7 @@ def main() -> None:
         engine: Any = LyingEngine(honest)
     else:
         engine = honest
-        prefill.FrameWriter = frames(options.fault)  # type: ignore[misc,assignment]
+        setattr(prefill, "FrameWriter", frames(options.fault))  # noqa: B010  # the stage's own import of it
     mine = mine.model_copy(update={"engine": NAME, "role": "prefill"})
     with closing(honest):
         runtime = Runtime(settings, mine, engine, connect(settings.broker.url))

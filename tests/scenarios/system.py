@@ -93,7 +93,7 @@ class System:
     def leftovers(self) -> list[str]:
         """Keys of any handoff, or of the budget while bytes are in flight."""
         names = [key.decode() for key in self.broker.scan_iter("cf:*", count=1000)]
-        total = int(self.broker.get("cf:budget:total") or 0)  # type: ignore[arg-type]
+        total = int(self.broker.get("cf:budget:total") or 0)
         return sorted(name for name in names if "{" in name) + ([f"budget total {total}"] if total else [])
 
 

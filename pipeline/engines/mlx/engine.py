@@ -13,7 +13,7 @@ from typing import Any
 from pipeline import checkpoint as checkpoints
 from pipeline import prefix
 from pipeline.contract import Contract
-from pipeline.engines.base import Capabilities, EngineStats
+from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
 from pipeline.engines.mlx.admission import ImportAdmission, LocalAdmission
 from pipeline.engines.mlx.batch import Row
 from pipeline.engines.mlx.cache import STEP, capacity
@@ -82,12 +82,12 @@ class MlxEngine:
         return pages
 
     def admit(
-        self, request: Request, *, local: bool = False, timeout_s: float = 60.0
+        self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
     ) -> ImportAdmission | LocalAdmission:
         """Raises DeadlineError, ContextLengthError, and EngineError when the request can never fit the memory."""
         self._require_context(request, len(request.token_ids) + 1)
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
-        share = self._room(len(request.token_ids) + limit, timeout_s)
+        share = self._room(len(request.token_ids) + limit, timeout_s, check)
         keys, pin = self._pin(request)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         row = Row(request, Sampler(request.sampling, seed), limit)
@@ -135,11 +135,11 @@ class MlxEngine:
         shape, core = self._contract.page_shape, self._core
         return MlxPrefill(shape, len(tokens), keys, pin, core.store, on_free=core.loop.wake, on_close=on_close)
 
-    def _room(self, tokens: int, timeout_s: float) -> Share:
+    def _room(self, tokens: int, timeout_s: float, check: Check) -> Share:
         # One step more than its tokens: where two requests of different length are padded to one batch.
         share = self._core.memory.ask(capacity(tokens) + STEP, batched=True)
         try:
-            if not self._core.memory.wait(share, timeout_s):
+            if not wait_in_slices(lambda slice_s: self._core.memory.wait(share, slice_s), timeout_s, check):
                 raise DeadlineError(f"no room for {tokens} tokens within {timeout_s:g} s")
         except BaseException:
             self._core.memory.release(share)

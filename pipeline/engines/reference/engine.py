@@ -15,7 +15,7 @@ from threading import Condition, Thread
 
 from pipeline import prefix
 from pipeline.checkpoint import read_contract
-from pipeline.engines.base import Admission, Capabilities, EngineStats, Prefill
+from pipeline.engines.base import Admission, Capabilities, Check, EngineStats, Prefill, wait_in_slices
 from pipeline.engines.reference.decode import DecodeRun
 from pipeline.engines.reference.model import Model
 from pipeline.engines.reference.prefill import PrefillRun
@@ -65,7 +65,9 @@ class ReferenceEngine:
             self.condition.notify_all()
         return run
 
-    def admit(self, request: Request, *, local: bool = False, timeout_s: float = 60.0) -> Admission:
+    def admit(
+        self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
+    ) -> Admission:
         """Raises ContextLengthError, EngineError for a request that can never fit, DeadlineError."""
         run = self._decode_run(request, local)
         with self.condition:
@@ -73,7 +75,7 @@ class ReferenceEngine:
             self.room.require_possible(run.pages)
             self._tickets.append(run)
             try:
-                self._await_turn(run, timeout_s)
+                self._await_turn(run, timeout_s, check)
                 run.begin()
                 self._live.append(run)
             finally:
@@ -124,11 +126,14 @@ class ReferenceEngine:
         seed = self._entropy() if sampling.seed is None else sampling.seed
         return DecodeRun(self, request, local=local, limit=limit, seed=seed)
 
-    def _await_turn(self, run: DecodeRun, timeout_s: float) -> None:
+    def _await_turn(self, run: DecodeRun, timeout_s: float, check: Check) -> None:
         def may_begin() -> bool:
             return self._tickets[0] is run and self.room.can_take(run.pages, run.seats)
 
-        self.condition.wait_for(lambda: self._down is not None or may_begin(), timeout_s)
+        def wait(slice_s: float) -> bool:
+            return self.condition.wait_for(lambda: self._down is not None or may_begin(), slice_s)
+
+        wait_in_slices(wait, timeout_s, check)
         self._require_up()
         if not may_begin():
             raise DeadlineError(

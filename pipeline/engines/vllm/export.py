@@ -54,8 +54,8 @@ class Export(Ticket):
         with self.changed:
             self._next = max(self._next, min(index, self.pages))
             while self._next in self._read:
-                self._read.remove(self._next)
                 self._next += 1
+            self._read = {ahead for ahead in self._read if ahead > self._next}
         self._exchange.wake()  # blocks to free, or room for a prompt that was held back
 
     @property
@@ -75,7 +75,7 @@ class Export(Ticket):
     @property
     def held_pages(self) -> int:
         """Pages that are still to be read: what the quota counts."""
-        return self.pages - self._next
+        return self.pages - self._next - len(self._read)
 
     @property
     def released(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.engines.base import TokenStep
 from pipeline.engines.vllm.exchange import Exchange, Ticket
 from pipeline.errors import EngineError
-from pipeline.page import Page, page_count, page_tokens
+from pipeline.page import Page, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
 
@@ -41,6 +41,8 @@ class Intake(Ticket):
         return self._held
 
     def import_page(self, page: Page) -> None:
+        """NaN or Inf is refused: left in a block it would ruin whoever gets that block next."""
+        require_finite(page)
         with self.changed:
             self._require_alive()
             self._require_next(page)
