@@ -180,3 +180,22 @@ def test_large_budgets_stay_exact(redis_client: Redis) -> None:
     assert gauges(redis_client).in_flight_bytes == 10**15 + 1
     credit.give_back(0)
     assert gauges(redis_client) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("way", ["release", "reap", "fence"])
+def test_whoever_waits_wakes_when_a_handoff_ends(redis_client: Redis, way: str) -> None:
+    holder, waiter = (Credit(redis_client, handoff, ATTEMPTS, SETTINGS) for handoff in IDS[:2])
+    for handoff in IDS[:2]:
+        raise_fence(redis_client, handoff, ATTEMPTS, SETTINGS)
+    assert holder.reserve(0, BUDGET)
+    assert not waiter.reserve(0, 1)
+    assert not redis_client.exists(waiter.names.wake)
+    if way == "release":
+        release(redis_client, IDS[0])
+    elif way == "fence":
+        raise_fence(redis_client, IDS[0], Attempts(2, 1), SETTINGS)
+    else:
+        redis_client.zadd(keys.BUDGET_LEASES, {IDS[0]: ENDED}, xx=True)
+        assert reap(redis_client) == [IDS[0]]
+    assert redis_client.lrange(waiter.names.wake, 0, -1) == [b"1"]
+    assert waiter.reserve(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 
 import pytest
 from redis import Redis
@@ -23,13 +24,13 @@ def _append(client: Redis, handoff_id: str, entry: TokenEntry, publish: bool = T
         client.publish(names.notify, f"{index} {entry.encode()}")
 
 
-async def _read(url: str, handoff_id: str, write: object) -> list[TokenEntry]:
+async def _read(url: str, handoff_id: str, write: Callable[[], None]) -> list[TokenEntry]:
     client = AsyncRedis.from_url(url)
     hub = TokenHub(client)
     await hub.start()
     try:
         async with TokenReader(hub, handoff_id) as reader:
-            task = asyncio.create_task(asyncio.to_thread(write))  # type: ignore[arg-type]
+            task = asyncio.create_task(asyncio.to_thread(write))
             got = [entry async for entry in reader]
             await task
             return got
@@ -44,12 +45,12 @@ def test_encoding_round_trips() -> None:
 
 
 @pytest.mark.parametrize("published", [lambda i: True, lambda i: i % 3 == 0, lambda i: False])
-def test_reader_gets_every_entry_once(redis_client: Redis, server_url: str, published: object) -> None:
+def test_reader_gets_every_entry_once(redis_client: Redis, server_url: str, published: Callable[[int], bool]) -> None:
     handoff_id = secrets.token_hex(16)
 
     def write() -> None:
         for i, entry in enumerate(ENTRIES):
-            _append(redis_client, handoff_id, entry, publish=published(i))  # type: ignore[operator]
+            _append(redis_client, handoff_id, entry, publish=published(i))
 
     assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
 

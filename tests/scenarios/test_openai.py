@@ -37,27 +37,33 @@ def test_all_four_calls(client: OpenAI, real: System, route: str) -> None:
     assert "Paris" in text.choices[0].text
 
 
+COUNTRIES = ["France", "Italy", "Germany", "Spain", "Japan", "China", "Russia", "Egypt"]
+COUNTRIES += ["Greece", "Poland", "Portugal", "Austria", "Cuba", "Peru", "England", "Norway"]
+
+
 def test_sixteen_at_once_each_get_their_own_answer(real: System) -> None:
-    words = ["red", "blue", "green", "yellow", "one", "two", "three", "four"]
-    words += ["cat", "dog", "horse", "bird", "north", "south", "east", "west"]
+    """What each question is answered alone, it is answered in a crowd; and the answers differ."""
     routes = ["vllm->mlx", "mlx->vllm"]
 
-    async def ask(client: AsyncOpenAI, word: str, route: str) -> str:
+    async def ask(client: AsyncOpenAI, index: int) -> str:
         answer = await client.completions.create(
             model=real.model,
-            prompt=f"Repeat after me. {word} {word} {word} {word} {word} {word} {word}",
+            prompt=f"The capital of {COUNTRIES[index]} is",
             max_tokens=4,
             temperature=0,
-            extra_headers={"X-Crossfill-Route": route},
+            extra_headers={"X-Crossfill-Route": routes[index % 2]},
         )
         return answer.choices[0].text
 
-    async def all_at_once() -> list[str]:
+    async def run() -> tuple[list[str], list[str]]:
         async with AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
-            return await asyncio.gather(*(ask(client, w, routes[i % 2]) for i, w in enumerate(words)))
+            alone = [await ask(client, index) for index in range(16)]
+            return alone, await asyncio.gather(*(ask(client, index) for index in range(16)))
 
-    for word, text in zip(words, asyncio.run(all_at_once()), strict=True):
-        assert word in text.split()
+    alone, crowd = asyncio.run(run())
+    assert crowd == alone
+    assert len(set(alone)) >= 12
+    assert "Paris" in alone[0]
     real.settled()
 
 

@@ -31,5 +31,5 @@ def test_held_pages_are_not_sent(real: System, direction: str) -> None:
     assert third.usage["prompt_tokens_details"]["cached_tokens"] == 128
     assert third.text == real.complete(shared, direction).text
 
-    stranger = real.complete(base, direction, cache_salt="another tenant")
+    stranger = real.complete(base, direction, cache_salt=f"another tenant of {direction}")
     assert (stranger.trace["pages"], stranger.trace["reused_tokens"]) == (3, 0)

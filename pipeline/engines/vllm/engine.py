@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
-from pipeline.engines.base import Capabilities, EngineStats
+from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
 from pipeline.engines.vllm.blocks import verify_layout
 from pipeline.engines.vllm.exchange import Exchange, Ticket, register, unregister
 from pipeline.engines.vllm.export import Export
@@ -82,13 +82,15 @@ class VllmEngine:
         self._loop.submit(export)
         return export
 
-    def admit(self, request: Request, *, local: bool = False, timeout_s: float = 60.0) -> Intake:
+    def admit(
+        self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
+    ) -> Intake:
         """Raises DeadlineError when vLLM found no room in time, EngineError for a prompt that can never fit."""
         self._require_fit(request)
         intake = Intake(self._key("d", request), request, self._exchange, local=local)
         self._loop.submit(intake)
         try:
-            admitted = intake.wait_admitted(timeout_s)
+            admitted = wait_in_slices(intake.wait_admitted, timeout_s, check)
         except BaseException:
             intake.close()
             raise
