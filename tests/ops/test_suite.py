@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ops import suite
@@ -11,9 +15,9 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="tests.a" name="test_good"/>
 <testcase classname="tests.a" name="test_bad"><failure message="no">trace</failure></testcase>
 <testcase classname="tests.a" name="test_broken"><error message="no">trace</error></testcase>
-<testcase classname="tests.a" name="test_left"><skipped type="pytest.skip" message="no mlx">x</skipped></testcase>
+<testcase classname="tests.a" name="test_left"><skipped type="pytest.skip" message="x">no mlx</skipped></testcase>
 <testcase classname="tests.a" name="test_expected"><skipped type="pytest.xfail" message="known"/></testcase>
-<testcase classname="" name="tests.engines.test_vllm"><skipped type="pytest.skip" message="no vllm"/></testcase>
+<testcase classname="" name="tests.engines.test_vllm"><skipped message="collection skipped">no vllm</skipped></testcase>
 </testsuite></testsuites>"""
 
 
@@ -26,6 +30,34 @@ def test_read() -> None:
         Case("tests.a::test_expected", "passed"),
         Case("tests.engines.test_vllm", "skipped", "no vllm"),
     ]
+
+
+def test_read_what_pytest_writes(tmp_path: Path) -> None:
+    """The outcomes of a real run: pytest words a skipped module and a skipped test differently."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('no_such_module_anywhere')\n")
+    (tmp_path / "test_cases.py").write_text(
+        "import pytest\n"
+        "def test_pass(): pass\n"
+        "def test_fail(): assert 0\n"
+        "def test_skip(): pytest.skip('why')\n"
+        "@pytest.mark.xfail\n"
+        "def test_expected(): assert 0\n"
+        "@pytest.fixture\n"
+        "def broken(): raise OSError\n"
+        "def test_error(broken): pass\n"
+    )
+    report = tmp_path / "junit.xml"
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(tmp_path)]
+    assert subprocess.run(argv, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+    assert {case.name: case.outcome for case in suite.read(report.read_text())} == {
+        "test_module": "skipped",
+        "test_cases::test_pass": "passed",
+        "test_cases::test_fail": "failed",
+        "test_cases::test_skip": "skipped",
+        "test_cases::test_expected": "passed",
+        "test_cases::test_error": "failed",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Plain mlx-lm at the split of a handoff: prompt-1 tokens into the cache, then the last token alone, greedy.
 
 Run as a process of its own, without a line of Crossfill: `{"model", "prompts": [[ids]], "max_tokens"}` on standard
-input, `[{"tokens": [...], "margins": [...]}]` on standard output; a margin is the top-2 difference in logits.
+input, `{"outputs": [{"tokens": [...], "margins": [...]}]}` on standard output; a margin is the top-2 difference in logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> None:
     model, _ = load_model(Path(task["model"]))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    json.dump([continued(model, prompt, task["max_tokens"]) for prompt in task["prompts"]], sys.stdout)
+    outputs = [continued(model, prompt, task["max_tokens"]) for prompt in task["prompts"]]
+    json.dump({"outputs": outputs}, sys.stdout)
 
 
 def continued(model: object, prompt: list[int], max_tokens: int) -> dict[str, list[float]]:

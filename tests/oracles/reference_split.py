@@ -17,7 +17,8 @@ def main() -> None:
     task = json.load(sys.stdin)
     model = Model.load(Path(task["model"]))
     runs = [split_run(model, prompt, task["max_tokens"]) for prompt in task["prompts"]]
-    json.dump([{"tokens": list(run.tokens), "margins": list(run.margins)} for run in runs], sys.stdout)
+    outputs = [{"tokens": list(run.tokens), "margins": list(run.margins)} for run in runs]
+    json.dump({"outputs": outputs}, sys.stdout)
 
 
 if __name__ == "__main__":

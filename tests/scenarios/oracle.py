@@ -66,7 +66,7 @@ def ask(engine: str, model: Path, asked: list[list[int]]) -> list[dict[str, Any]
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    answers: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])["outputs"]
     return answers
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -136,7 +137,7 @@ class Exchange:
         self._pages: BlockPages | None = None
         self._changed = threading.Condition()
         self._woken = False
-        self._inbox: list[Command] = []
+        self._inbox: deque[Command] = deque()
         self._ended: CrossfillError | None = None
         self._received: set[str] = set()
 
@@ -158,16 +159,22 @@ class Exchange:
             self._inbox.append(command)
         self.wake()
 
-    def take(self) -> list[Command]:
+    def peek(self) -> Command | None:
+        """The oldest command. It stays until `drop`: should the engine die of it, `end` still returns it."""
         with self._changed:
-            commands, self._inbox = self._inbox, []
-        return commands
+            return self._inbox[0] if self._inbox else None
+
+    def drop(self) -> None:
+        with self._changed:
+            self._inbox.popleft()
 
     def end(self, error: CrossfillError) -> list[Command]:
         """From now on `post` raises `error`; the commands that nobody will carry out any more."""
         with self._changed:
             self._ended = self._ended or error
-        return self.take()
+            left = list(self._inbox)
+            self._inbox.clear()
+        return left
 
     @property
     def ended(self) -> CrossfillError | None:

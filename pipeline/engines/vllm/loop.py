@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
+
 from pipeline.engines.base import TokenStep
 from pipeline.engines.vllm.exchange import Abort, Exchange, Reset, Stop, Submit, Ticket
 from pipeline.engines.vllm.export import Export
@@ -103,8 +105,9 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            for command in self._exchange.take():
+            while (command := self._exchange.peek()) is not None:
                 self._obey(command)
+                self._exchange.drop()
             if self._stopping:
                 return
             self._start_prompts()
@@ -149,11 +152,12 @@ class EngineLoop:
             "prompt_token_ids": list(request.token_ids),
             "cache_salt": f"{self._generation}/{request.salt}",
         }
-        params = for_decode(request.sampling, ticket.key) if isinstance(ticket, Intake) else for_prefill(ticket.key)
         self._exchange.by_key[ticket.key] = ticket
         try:
+            ours = isinstance(ticket, Intake)
+            params = for_decode(request.sampling, ticket.key) if ours else for_prefill(ticket.key)
             self._engine_ids[ticket.key] = self._engine.add_request(ticket.key, prompt, params)
-        except ValueError as error:  # vLLM refuses the request
+        except (TypeError, ValueError, VLLMClientError) as error:
             del self._exchange.by_key[ticket.key]
             ticket.fail(EngineError(f"vLLM refuses the request: {error}"))
             ticket.vanish()
