@@ -54,11 +54,12 @@ RANK = {"skipped": 0, "passed": 1, "failed": 2}
 def plan() -> list[Run]:
     """What runs on this machine."""
     preload = BLAS if BLAS.exists() else None
+    both = sys.platform == "linux" and platform.machine() == "x86_64"
     runs = [
-        Run("units and scenarios", CORE, ("tests", "--ignore=tests/engines"), ()),
+        Run("units and scenarios", CORE, ("tests", "--ignore=tests/engines"), ("mlx", "vllm") if both else ()),
         Run("engines: reference, MLX", CORE, ("tests/engines", "-k", "not vllm"), ("reference", "mlx"), preload),
     ]
-    if sys.platform == "linux" and platform.machine() == "x86_64":
+    if both:
         runs.append(Run("engines: vLLM", VLLM, ("tests/engines", "-k", "vllm"), ("vllm",)))
     return runs
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.broker import keys
-from pipeline.contract import Contract
+from pipeline.contract import Contract, require_equal
 from pipeline.errors import ContextLengthError, InvalidParameterError, NoReplicaError
 
 HEADER = "X-Crossfill-Route"
@@ -81,7 +81,7 @@ def parse(text: str | None) -> Wish:
 
 def choose(
     replicas: Iterable[Candidate],
-    contract_digest: str,
+    contract: Contract,
     prompt_tokens: int,
     wish: Wish,
     *,
@@ -92,16 +92,26 @@ def choose(
 
     `known` are engine names that may be absent just now (their wish is a 503, not a 400); `pending` counts per
     replica the handoffs a caller has sent and not seen end, which the replica's own load report may not hold yet.
-    Raises InvalidParameterError, ContextLengthError, NoReplicaError.
+    Raises InvalidParameterError, ContextLengthError, NoReplicaError; ContractMismatchError when who could have
+    served the wish serves another model.
     """
     alive = list(replicas)
     _require_known(wish, {*known, *(replica.engine for replica in alive)})
-    serving = _fitting([r for r in alive if r.contract.digest == contract_digest], prompt_tokens)
-    decoder = _decoder(serving, wish, pending or {})
-    if wish.local:
-        return _route(decoder, None, contract_digest)
-    prefill = _prefill_engine(serving, decoder, wish.prefill, prompt_tokens)
-    return _route(decoder, prefill, contract_digest)
+    serving = _fitting([r for r in alive if r.contract.digest == contract.digest], prompt_tokens)
+    try:
+        decoder = _decoder(serving, wish, pending or {})
+        prefill = None if wish.local else _prefill_engine(serving, decoder, wish.prefill, prompt_tokens)
+    except NoReplicaError:
+        _require_same_model(alive, contract, wish)
+        raise
+    return _route(decoder, prefill, contract.digest)
+
+
+def _require_same_model(alive: Sequence[Candidate], contract: Contract, wish: Wish) -> None:
+    """A replica of a wished engine (any engine without a wish) that differs is named with the fields that do."""
+    for replica in alive:
+        if not wish.engines or replica.engine in wish.engines:
+            require_equal(contract, replica.contract)
 
 
 def _require_known(wish: Wish, known: set[str]) -> None:

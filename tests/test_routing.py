@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import routing
 from pipeline.contract import Contract
-from pipeline.errors import ContextLengthError, InvalidParameterError, NoReplicaError
+from pipeline.errors import ContextLengthError, ContractMismatchError, InvalidParameterError, NoReplicaError
 from pipeline.routing import Route, Wish
 
 CONTRACT = Contract(
@@ -38,7 +38,7 @@ MLX, VLLM = Fake("mac", "mlx"), Fake("box", "vllm")
 
 
 def choose(*replicas: Fake, wish: str = "auto", tokens: int = 100, **more: object) -> str:
-    return str(routing.choose(replicas, CONTRACT.digest, tokens, routing.parse(wish), **more))  # type: ignore[arg-type]
+    return str(routing.choose(replicas, CONTRACT, tokens, routing.parse(wish), **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_wish_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_route_names_replica_and_queues() -> None:
-    found = routing.choose([MLX, VLLM], CONTRACT.digest, 100, Wish("vllm", "mlx"))
+    found = routing.choose([MLX, VLLM], CONTRACT, 100, Wish("vllm", "mlx"))
     assert found == Route("vllm", f"prefill.vllm.{EIGHT}", "mac", "decode.mac", "mlx")
-    assert routing.choose([MLX, VLLM], CONTRACT.digest, 100, Wish(decode="mlx", local=True)) == Route(
+    assert routing.choose([MLX, VLLM], CONTRACT, 100, Wish(decode="mlx", local=True)) == Route(
         None, None, "mac", "decode.mac", "mlx"
     )
 
@@ -107,7 +107,6 @@ def test_an_engine_that_cannot_prefill_always_gets_a_prefill() -> None:
     [
         ((), "auto", "no decode replica is alive"),
         ((Fake("m", "mlx", "prefill"),), "auto", "no decode replica is alive"),
-        ((Fake("m", "mlx", contract=OTHER),), "auto", "no decode replica is alive"),
         ((VLLM, Fake("m", "mlx", "prefill")), "vllm->mlx", "no decode replica of engine `mlx`"),
         ((MLX, Fake("v", "vllm", "decode")), "vllm->mlx", "no prefill replica of engine `vllm`"),
     ],
@@ -138,3 +137,18 @@ def test_queues_of_a_replica() -> None:
     assert routing.queues(MLX) == [f"prefill.mlx.{EIGHT}", "decode.mac"]
     assert routing.queues(Fake("p", "mlx", "prefill")) == [f"prefill.mlx.{EIGHT}"]
     assert routing.queues(Fake("d", "mlx", "decode")) == ["decode.d"]
+
+
+@pytest.mark.parametrize("wish", ["vllm->mlx", "local:vllm", "mlx->vllm"])
+def test_a_replica_of_another_model_is_named_with_the_fields(wish: str) -> None:
+    with pytest.raises(ContractMismatchError, match=r"weights \(w here, x there\)"):
+        choose(MLX, Fake("box", "vllm", contract=OTHER), wish=wish)
+
+
+def test_a_fleet_of_strangers_only_is_a_mismatch() -> None:
+    with pytest.raises(ContractMismatchError, match="weights"):
+        choose(Fake("m", "mlx", contract=OTHER))
+
+
+def test_a_busy_fleet_does_not_hide_behind_a_stranger() -> None:
+    assert choose(MLX, Fake("box", "vllm", contract=OTHER)) == "local:mlx"

@@ -87,7 +87,7 @@ class BrokerBackend:
 
     async def require_ready(self) -> None:
         replicas = await to_thread.run_sync(self._registry.list)
-        routing.choose(replicas, self._contract.digest, 1, Wish())
+        routing.choose(replicas, self._contract, 1, Wish())
 
     async def status(self) -> dict[str, Any]:
         return await to_thread.run_sync(self._status)
@@ -123,7 +123,7 @@ class BrokerBackend:
         self._engines |= {replica.engine for replica in replicas}
         return routing.choose(
             replicas,
-            self._contract.digest,
+            self._contract,
             len(request.token_ids),
             wish,
             known=self._engines,

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,20 +33,31 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-@pytest.fixture(scope="session")
-def cheap(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One `reference` replica in each role, a budget of a few tiny pages, policy `fail`."""
+def _cheap(model: Path, policy: str) -> dict[str, Any]:
+    """One `reference` replica in each role and a budget of a few tiny pages."""
     engine = {"chunk_tokens": 64}
-    settings = {
-        "api": {"model": tiny_model, "port": free_port()},
+    return {
+        "api": {"model": model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 18},
-        "handoff": {"failure_policy": "fail", "queue_s": 20, "accept_s": 20, "progress_s": 20},
+        "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 20},
         "workers": [
-            worker("ref-p", "reference", tiny_model, "prefill", lease_s=LEASE_S, engine_settings=engine),
-            worker("ref-d", "reference", tiny_model, "decode", lease_s=LEASE_S, engine_settings=engine),
+            worker("ref-p", "reference", model, "prefill", lease_s=LEASE_S, engine_settings=engine),
+            worker("ref-d", "reference", model, "decode", lease_s=LEASE_S, engine_settings=engine),
         ],
     }
-    with system(settings, tmp_path_factory.mktemp("cheap")) as running:
+
+
+@pytest.fixture(scope="session")
+def cheap(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Two `reference` replicas under policy `fail`: what goes wrong is seen."""
+    with system(_cheap(tiny_model, "fail"), tmp_path_factory.mktemp("cheap")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lenient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """The same under policy `recompute`, the default."""
+    with system(_cheap(tiny_model, "recompute"), tmp_path_factory.mktemp("lenient")) as running:
         yield running
 
 

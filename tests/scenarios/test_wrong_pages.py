@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.sample import tiny
 from tests.scenarios.liar import FAULTS
 from tests.scenarios.system import System, eventually, worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+RECOMPUTED = {"payload_bit": "frame_invalid", "duplicated": "frame_invalid", "die": "peer_error"}
 PROMPT = [(7 * i) % 900 + 20 for i in range(300)]  # five pages, the last one partial
 
 
@@ -67,6 +69,26 @@ def test_the_honest_liar_is_no_different(cheap: System, tiny_model: Path, tmp_pa
     right = cheap.complete(PROMPT, "reference->reference")
     with liar(cheap, tiny_model, "none", tmp_path):
         assert cheap.complete(PROMPT, "liar->reference").text == right.text
+
+
+@pytest.mark.parametrize("fault", ["payload_bit", "duplicated", "die"])
+def test_policy_recompute_answers_all_the_same(lenient: System, tiny_model: Path, tmp_path: Path, fault: str) -> None:
+    right = lenient.complete(PROMPT, "reference->reference")
+    with liar(lenient, tiny_model, fault, tmp_path):
+        answer = lenient.complete(PROMPT, "liar->reference")
+    assert answer.text == right.text
+    assert (answer.trace["recomputed"], answer.trace["imported_tokens"]) == (RECOMPUTED[fault], 0)
+    lenient.settled()
+
+
+def test_a_replica_of_other_weights_is_refused_by_name(cheap: System, tiny_model: Path, tmp_path: Path) -> None:
+    other = tiny.write("llama", tmp_path / "other", seed=1)
+    with liar(cheap, other, "none", tmp_path):
+        answer = cheap.post(PROMPT, "liar->reference")
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "contract_mismatch"
+    assert "weights" in answer.json()["error"]["message"]
+    assert cheap.settled()["live"] == []
 
 
 def test_a_prefill_worker_that_dies_mid_stream_is_an_error_within_seconds(
