@@ -27,18 +27,20 @@ class Request:
     """One prompt (`token_ids`, at least one) and how to continue it.
 
     `stop_token_ids` of the sampling already contains the model's end-of-sequence ids unless the client asked
-    to ignore them: D stops on these ids and emits the one it stopped on.
+    to ignore them: D stops on these ids and emits the one it stopped on. `first_token`: D's engine cannot compute a
+    prompt token, so it gets the KV of all of them, and P draws the first token with this request's own sampling.
     """
 
     handoff_id: str
     token_ids: tuple[int, ...]
     sampling: Sampling
     salt: str = ""
+    first_token: bool = False
 
     @property
     def transfer_tokens(self) -> int:
-        """Tokens whose KV D needs from outside: all but the last, which D computes itself."""
-        return len(self.token_ids) - 1
+        """Tokens whose KV D needs from outside: all but the last, where D computes that one itself."""
+        return len(self.token_ids) - (not self.first_token)
 
 
 def encode(request: Request) -> str:
@@ -55,4 +57,5 @@ def decode(text: str | bytes) -> Request:
         token_ids=tuple(raw["token_ids"]),
         sampling=Sampling(**sampling),
         salt=raw["salt"],
+        first_token=raw["first_token"],
     )

@@ -95,7 +95,7 @@ def choose(
     Raises InvalidParameterError, ContextLengthError, NoReplicaError; ContractMismatchError when who could have
     served the wish serves another model.
     """
-    alive = list(replicas)
+    alive = [replica for replica in replicas if not replica.load.get("draining")]
     _require_known(wish, {*known, *(replica.engine for replica in alive)})
     serving = _fitting([r for r in alive if r.contract.digest == contract.digest], prompt_tokens)
     try:

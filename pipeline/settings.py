@@ -6,11 +6,12 @@ Values come from `crossfill.toml`, then the environment (`CROSSFILL_<SECTION>__<
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MIB = 1 << 20
+Role: TypeAlias = Literal["prefill", "decode", "both"]
 
 
 class _Section(BaseModel):
@@ -31,13 +32,14 @@ class BrokerSettings(_Section):
 class EngineSettings(_Section):
     """How one engine is run. `chunk_tokens` is the prefill chunk: pages leave after each."""
 
+    role: Role = "both"  # the worker's own, which overrides this one; SGLang is started for one of the two
     chunk_tokens: int = Field(256, ge=64, multiple_of=64)
     max_running: int = Field(16, ge=1)  # requests stepped at once
     context_length: int | None = None  # None: the checkpoint's own
     kv_cache_bytes: int = Field(512 * MIB, gt=0)  # KV pool (vLLM) or live caches (MLX, reference)
     prefix_cache_bytes: int = Field(256 * MIB, ge=0)  # MLX and reference: pages kept for prefix hits
     held_pages: int = Field(256, ge=1)  # pages that may wait for export before new prompts are held back
-    compute_dtype: Literal["auto", "float16", "float32"] = "auto"  # MLX: float32 on a CPU
+    compute_dtype: Literal["auto", "float16", "float32"] = "auto"  # float32 on a CPU: MLX always, vLLM without AVX-512
 
 
 class WorkerSettings(_Section):
@@ -46,7 +48,7 @@ class WorkerSettings(_Section):
     name: str
     engine: str
     model: Path
-    role: Literal["prefill", "decode", "both"] = "both"
+    role: Role = "both"
     slots: int = Field(16, ge=1)  # jobs at once, per role
     lease_s: float = Field(5.0, gt=0)
     python: Path | None = None  # interpreter of the engine's own environment, for `crossfill up`

@@ -110,7 +110,7 @@ class BrokerBackend:
     def _create(self, request: Request, wish: Wish) -> Route:
         replicas = self._registry.list()
         route = self._route(replicas, request, wish)
-        request = _fit(request, next(r for r in replicas if r.name == route.decode_replica))
+        request = _fitted(request, next(r for r in replicas if r.name == route.decode_replica))
 
         def enqueue(pipe: Any) -> None:
             for spec in self._jobs(request, route):
@@ -176,10 +176,11 @@ class BrokerSubmission:
         await to_thread.run_sync(self._ledger.forget, self._id)
 
 
-def _fit(request: Request, decoder: Replica) -> Request:
-    """A replica may serve a shorter context than the checkpoint allows."""
+def _fitted(request: Request, decoder: Replica) -> Request:
+    """A replica may serve a shorter context than the checkpoint allows, and may need the first token from P."""
     room = decoder.contract.context_length - len(request.token_ids)
-    return replace(request, sampling=replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room)))
+    sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
+    return replace(request, sampling=sampling, first_token=decoder.needs_first_token)
 
 
 def _shown(replica: Replica) -> dict[str, Any]:

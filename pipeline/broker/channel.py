@@ -23,6 +23,7 @@ from pipeline.errors import BrokerError, CrossfillError
 _HEAL_S = 0.5  # silence after which a reader looks into the log by itself
 _RECONNECT_S = 0.2
 _CONFIRM_S = 5.0
+_GONE = 2  # looks in a row that find neither tokens nor the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class TokenHub:
                 await _uncancelled(self._pubsub.subscribe(channel))
                 await ready.wait()
         except (RedisError, OSError, TimeoutError) as error:
-            self._inboxes.pop(channel, None)
+            await self.drop(handoff_id)
             raise BrokerError(f"cannot subscribe to the token channel: {error}") from error
         except asyncio.CancelledError:
             await self.drop(handoff_id)
@@ -128,6 +129,13 @@ class TokenHub:
         except (RedisError, OSError) as error:
             raise BrokerError(f"cannot read the token log: {error}") from error
         return list(entries)
+
+    async def known(self, handoff_id: str) -> bool:
+        """Whether the ledger still has the handoff. Raises BrokerError."""
+        try:
+            return bool(await _uncancelled(self._client.exists(keys.HandoffKeys(handoff_id).record)))
+        except (RedisError, OSError) as error:
+            raise BrokerError(f"cannot read the ledger: {error}") from error
 
     async def _pump(self) -> None:
         while True:
@@ -154,6 +162,7 @@ class TokenReader:
         self._hub = hub
         self._id = handoff_id
         self._next = 0
+        self._missing = 0
 
     async def __aenter__(self) -> Self:
         self._inbox = await self._hub.open(self._id)
@@ -178,10 +187,18 @@ class TokenReader:
             async with asyncio.timeout(_HEAL_S):
                 index, entry = await self._inbox.get()
         except TimeoutError:
-            return await self._hub.log(self._id, self._next)
+            return await self._heal()
         if index < self._next:
             return []
         return [entry] if index == self._next else await self._hub.log(self._id, self._next)
+
+    async def _heal(self) -> list[bytes]:
+        """Nothing was published for a while: read the log. A handoff gone from the ledger will say nothing more."""
+        entries = await self._hub.log(self._id, self._next)
+        self._missing = 0 if entries or await self._hub.known(self._id) else self._missing + 1
+        if self._missing >= _GONE:
+            raise BrokerError("the broker has lost this request: it was restarted or emptied")
+        return entries
 
 
 async def _uncancelled(command: Awaitable[Any]) -> Any:

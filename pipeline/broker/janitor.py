@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from redis import Redis
 
-from pipeline.broker import queue, stream
+from pipeline.broker import keys, queue, stream
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
-from pipeline.broker.ledger import Ledger, Record, Role
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.record import ROLES, Snapshot
 from pipeline.broker.registry import Registry
-from pipeline.errors import EngineError
+from pipeline.errors import DeadlineError, EngineError, NoReplicaError
 from pipeline.handoff import TERMINAL
 from pipeline.settings import Settings
 
@@ -31,7 +32,10 @@ class WorkerLostError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Janitor:
-    """`sweep` is safe to run anywhere, any number of times, concurrently."""
+    """`sweep` is safe to run anywhere, any number of times, concurrently.
+
+    `registry` must hold no replica of its own: forgetting a name is not withdrawing ours.
+    """
 
     client: Redis
     pages: Redis
@@ -42,63 +46,74 @@ class Janitor:
 
     def sweep(self) -> int:
         """Look at every live handoff and every lease once; returns how many handoffs it had to touch."""
-        alive = {replica.name for replica in self.registry.list()}
-        touched = sum(self._tend(handoff_id, alive) for handoff_id in self.ledger.live())
+        touched = sum(self._tend(handoff_id) for handoff_id in self.ledger.live())
         stream.reap(self.pages)
         self._forget_replicas()
         return touched
 
     def _forget_replicas(self) -> None:
         for name in self.registry.expired():
-            queue.tidy(self.client, [f"decode.{name}"])
+            queue.tidy(self.client, [keys.decode_queue(name)])
             self.registry.withdraw(name)
 
-    def _tend(self, handoff_id: str, alive: set[str]) -> bool:
-        record = self.ledger.load(handoff_id)
-        if record is None:
+    def _tend(self, handoff_id: str) -> bool:
+        seen = self.ledger.peek(handoff_id)
+        if seen is None:
             self.ledger.release(handoff_id)
             return True
-        if self._lost(record, alive) or self._orphaned(record) or self._overdue(record, alive):
+        if self._lost(seen) or self._orphaned(seen) or self._overdue(seen):
             return True
-        return self._unreleased(record)
+        return self._unreleased(seen)
 
-    def _lost(self, record: Record, alive: set[str]) -> bool:
+    def _lost(self, seen: Snapshot) -> bool:
         """A participant whose lease has ended leaves by our hand; D's death ends the handoff."""
-        roles: tuple[Role, ...] = ("prefill", "decode")
-        lost = [role for role in roles if (name := record.worker(role)) and name not in alive]
+        lost = [role for role in ROLES if (worker := seen.worker(role)) and not self._lives(worker)]
         for role in lost:
-            error = ErrorInfo.of(WorkerLostError(f"{role} worker {record.worker(role)} is gone"))
-            attempt = record.number(f"{role}_attempt")
-            _log.warning("handoff %s: %s", record.handoff_id, error.message)
+            error = ErrorInfo.of(WorkerLostError(f"{role} worker {seen.worker(role)} is gone"))
+            attempt = seen.number(f"{role}_attempt")
+            _log.warning("handoff %s: %s", seen.handoff_id, error.message)
             if role == "decode":
-                self.ledger.fail(record.handoff_id, error, attempt)
-            self.ledger.leave(record.handoff_id, role, attempt, error=error)
+                self.ledger.fail(seen.handoff_id, error, attempt)
+            self.ledger.leave(seen.handoff_id, role, attempt, error=error)
         return bool(lost)
 
-    def _orphaned(self, record: Record) -> bool:
+    def _lives(self, worker: str) -> bool:
+        """Asked for each one, right before acting: a replica may have registered since."""
+        name, _, incarnation = worker.partition("@")
+        return self.registry.holder(name) == incarnation
+
+    def _orphaned(self, seen: Snapshot) -> bool:
         """Nobody works for an API process that is gone."""
-        if record.state in TERMINAL or self.ledger.owned(record):
+        if seen.state in TERMINAL or self.ledger.owned(seen):
             return False
-        self.ledger.cancel(record.handoff_id, "owner-gone")
+        self.ledger.cancel(seen.handoff_id, "owner-gone")
         return True
 
-    def _overdue(self, record: Record, alive: set[str]) -> bool:
-        """Past its total deadline, or waiting for a decode replica that is dead."""
-        if record.state in TERMINAL:
+    def _overdue(self, seen: Snapshot) -> bool:
+        """Past a deadline, or waiting for a decode replica that is dead."""
+        if seen.state in TERMINAL:
             return False
-        age_s = (self.clock.now_ms() - float(record.fields["at_created"])) / 1000
-        dead = record.worker("decode") is None and record.route["decode_replica"] not in alive
-        if age_s <= self.settings.handoff.total_s and not dead:
-            return False
-        code, message = ("no_replica", "the decode replica is gone") if dead else ("deadline_exceeded", "took too long")
-        self.ledger.fail(record.handoff_id, ErrorInfo(code, message, retryable=True, http_status=503 if dead else 504))
-        return True
+        error = self._late(seen, (self.clock.now_ms() - float(seen.fields["at_created"])) / 1000)
+        if error is not None:
+            self.ledger.fail(seen.handoff_id, error)
+        return error is not None
 
-    def _unreleased(self, record: Record) -> bool:
+    def _late(self, seen: Snapshot, age_s: float) -> ErrorInfo | None:
+        limits = self.settings.handoff
+        waiting = seen.number("decode_attempt") == 0
+        if waiting and self.registry.holder(str(seen.route["decode_replica"])) is None:
+            return ErrorInfo.of(NoReplicaError("the decode replica is gone"))
+        if waiting and age_s > limits.queue_s:
+            return ErrorInfo.of(DeadlineError(f"no decode worker took the request within {limits.queue_s:g} s"))
+        if age_s > limits.total_s:
+            return ErrorInfo.of(DeadlineError(f"the request took longer than {limits.total_s:g} s"))
+        return None
+
+    def _unreleased(self, seen: Snapshot) -> bool:
         """Ended and deserted, but the last worker out died before it could release."""
-        if record.state not in TERMINAL or record.worker("prefill") or record.worker("decode"):
+        if seen.state not in TERMINAL or any(seen.worker(role) for role in ROLES):
             return False
-        if self.clock.now_ms() - float(record.fields["at_created"]) < _GRACE_MS:
+        if self.clock.now_ms() - float(seen.fields["at_created"]) < _GRACE_MS:
             return False
-        self.ledger.release(record.handoff_id)
+        self.ledger.release(seen.handoff_id)
         return True

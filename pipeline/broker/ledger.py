@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
@@ -18,9 +18,11 @@ from redis.client import Pipeline
 from pipeline import contract as contracts
 from pipeline import request as requests
 from pipeline.broker import keys, stream
+from pipeline.broker import record as records
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
+from pipeline.broker.record import Accept, Record, Role, Snapshot
 from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError, StaleAttemptError
@@ -28,47 +30,9 @@ from pipeline.handoff import TERMINAL, Event, IllegalTransitionError, State, sou
 from pipeline.request import Request
 from pipeline.settings import Settings
 
-Role = Literal["prefill", "decode"]
 Fields = Mapping[str, str | int | float]
 _RECENT_KEPT = 256
 _TOMBSTONE_MS = 30_000  # how long an ended record waits for an API that died
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One handoff as the ledger holds it. `fields` keeps marks (`at_*`, broker ms) and counters."""
-
-    handoff_id: str
-    state: State
-    request: Request
-    contract: Contract
-    route: dict[str, str | None]
-    policy: str
-    fields: dict[str, str]
-
-    def number(self, name: str) -> int:
-        return int(float(self.fields.get(name, 0)))
-
-    @property
-    def accept(self) -> Accept | None:
-        text = self.fields.get("accept")
-        return Accept(*map(int, text.split("."))) if text else None
-
-    def error(self, role: Role) -> ErrorInfo | None:
-        text = self.fields.get(f"{role}_error")
-        return ErrorInfo(**json.loads(text)) if text else None
-
-    def worker(self, role: Role) -> str | None:
-        return self.fields.get(f"{role}_worker")
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """D's word to one attempt of P: these pages (from `first_page` on) are wanted."""
-
-    prefill_attempt: int
-    decode_attempt: int
-    first_page: int
 
 
 class Ledger:
@@ -118,9 +82,9 @@ class Ledger:
     def own(self, owner: str, ttl_s: float) -> None:
         """The API process `owner` is alive for another `ttl_s`: nobody works for a dead one."""
         with translate():
-            self._client.set(keys.owner(owner), "1", px=int(ttl_s * 1000))
+            self._scripts.run("own", [keys.owner(owner)], [int(ttl_s * 1000)])
 
-    def owned(self, record: Record) -> bool:
+    def owned(self, record: Snapshot) -> bool:
         with translate():
             return bool(self._client.exists(keys.owner(record.fields["owner"])))
 
@@ -144,7 +108,7 @@ class Ledger:
     def trace(self, handoff_id: str) -> dict[str, Any] | None:
         """Route, counts and marks of one handoff, no text; None when it is gone."""
         record = self.load(handoff_id)
-        return trace(record) if record else None
+        return records.trace(record) if record else None
 
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Traces of handoffs that ended lately, newest first."""
@@ -162,7 +126,13 @@ class Ledger:
     def load(self, handoff_id: str) -> Record | None:
         with translate():
             raw: Any = self._client.hgetall(keys.HandoffKeys(handoff_id).record)
-        return _record(handoff_id, {k.decode(): v.decode() for k, v in raw.items()}) if raw else None
+        return records.record(handoff_id, {k.decode(): v.decode() for k, v in raw.items()}) if raw else None
+
+    def peek(self, handoff_id: str) -> Snapshot | None:
+        """State and the small fields, without the prompt; None when it is gone."""
+        with translate():
+            values: Any = self._client.hmget(keys.HandoffKeys(handoff_id).record, records.SMALL)
+        return records.snapshot(handoff_id, values)
 
     def enter(self, handoff_id: str, role: Role, worker: str) -> tuple[int, Record]:
         """Begin one role; returns the attempt that fences it. Raises HandoffCancelledError: nothing is left to do."""
@@ -174,7 +144,7 @@ class Ledger:
         if status != b"ok":
             raise HandoffCancelledError(f"handoff {handoff_id} is {rest[0].decode() if rest else 'gone'}")
         flat = [item.decode() for item in rest[1]]
-        record = _record(handoff_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+        record = records.record(handoff_id, dict(zip(flat[::2], flat[1::2], strict=True)))
         return int(rest[0]), record
 
     def advance(
@@ -193,9 +163,9 @@ class Ledger:
             handoff_id, "decode", accept.decode_attempt, Event.ACCEPT, {"accept": text, **fields}, publish="accept"
         )
 
-    def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields) -> None:
+    def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields, publish: str = "") -> None:
         """Marks and counters without a transition; a stale or ended handoff ignores them."""
-        self._run_advance(handoff_id, role, attempt, "", "", fields)
+        self._run_advance(handoff_id, role, attempt, "", publish, fields)
 
     def emit(self, handoff_id: str, attempt: int, entry: TokenEntry, fields: Fields | None = None) -> State:
         """Append tokens (and the terminal, when the entry has `finish`). Errors as `advance`."""
@@ -241,7 +211,7 @@ class Ledger:
     # -- scripts
 
     def _remember(self, record: Record) -> None:
-        self._scripts.run("remember", [keys.RECENT], [json.dumps(trace(record)), _RECENT_KEPT, self._ttl_ms])
+        self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), _RECENT_KEPT, self._ttl_ms])
 
     def _bury(self, handoff_id: str, mine: str, others: str) -> None:
         names = keys.HandoffKeys(handoff_id)
@@ -332,34 +302,3 @@ def _require(handoff_id: str, status: str, state: State | None, event: Event) ->
     if state is None or state in TERMINAL or state in (State.CANCELLING, State.DRAINING):
         raise HandoffCancelledError(f"handoff {handoff_id} is {state or 'gone'}")
     raise IllegalTransitionError(state, event)
-
-
-def _record(handoff_id: str, raw: dict[str, str]) -> Record:
-    return Record(
-        handoff_id=handoff_id,
-        state=State(raw["state"]),
-        request=requests.decode(raw["request"]),
-        contract=contracts.decode(raw["contract"]),
-        route=json.loads(raw["route"]),
-        policy=raw["policy"],
-        fields={k: v for k, v in raw.items() if k not in ("state", "request", "contract", "route", "policy")},
-    )
-
-
-def trace(record: Record) -> dict[str, Any]:
-    """What may be shown of a handoff, no text. `marks_ms` count from its creation, by the broker's clock."""
-    start = float(record.fields.get("at_created", 0.0))
-    stamps = {k[3:]: float(v) for k, v in record.fields.items() if k.startswith("at_")}
-    marks = {name: round(at - start, 3) for name, at in stamps.items()}
-    counts = {k: record.number(k) for k in ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")}
-    return {
-        "handoff_id": record.handoff_id,
-        "state": record.state.value,
-        "route": record.route,
-        "prompt_tokens": len(record.request.token_ids),
-        **counts,
-        "attempts": {role: record.number(f"{role}_attempt") for role in ("prefill", "decode")},
-        "recomputed": record.fields.get("recomputed"),
-        "error": record.fields.get("error"),
-        "marks_ms": dict(sorted(marks.items(), key=lambda item: item[1])),
-    }

@@ -116,10 +116,16 @@ class Registry:
         found = (_read(name, record) for name, record in zip(names, records, strict=True) if record)
         return [replica for replica in found if replica is not None]
 
-    def alive(self, name: str) -> bool:
-        """Raises BrokerError."""
+    @property
+    def incarnation(self) -> str:
+        """What tells this process from an earlier one of the same name."""
+        return self._incarnation
+
+    def holder(self, name: str) -> str | None:
+        """Incarnation of the living process called `name`, whether or not its record is readable here. BrokerError."""
         with translate():
-            return bool(self._client.exists(keys.replica(name)))
+            found = self._client.hget(keys.replica(name), "incarnation")
+        return found.decode() if isinstance(found, bytes) else found
 
     def expired(self) -> Names:
         """Names whose lease has ended and that nobody has withdrawn yet: the janitor's work. Raises BrokerError."""

@@ -17,9 +17,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from pipeline.broker import keys
-from pipeline.broker.channel import ErrorInfo
-from pipeline.broker.ledger import Ledger, Record, Role
-from pipeline.errors import DeadlineError, HandoffCancelledError
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.record import Snapshot
+from pipeline.errors import BrokerError, DeadlineError, HandoffCancelledError
 from pipeline.handoff import TERMINAL, State
 
 T = TypeVar("T")
@@ -39,76 +39,76 @@ class Watch:
         self._looked = time.monotonic()
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._record: Record | None = None
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """What was seen last; None before the first look, and when the record is gone."""
+        return self._snapshot
 
     @property
     def stopped(self) -> bool:
         """The handoff is over because the API saw a stop string: a finish."""
-        return self._record is not None and self._record.state is State.FINISHED
+        return self._snapshot is not None and self._snapshot.state is State.FINISHED
 
-    def error(self, role: Role) -> ErrorInfo | None:
-        """What the last attempt of `role` failed with, as far as this worker has looked."""
-        return self._record.error(role) if self._record else None
+    @property
+    def due(self) -> bool:
+        """It is time to look again."""
+        return time.monotonic() - self._looked >= _HEAL_S
 
     def on_over(self, close: Callable[[], None]) -> None:
-        """Call `close` (from another thread) as soon as the handoff is cancelled or has ended."""
+        """Call `close`, from another thread, as soon as the handoff is cancelled or has ended."""
         with self._lock:
             self._closers.append(close)
-            over = self._over.is_set()
-        if over:
-            close()
 
     def check(self) -> None:
         """Raise HandoffCancelledError when there is nothing left to work for. Cheap; call it often."""
-        if not self._over.is_set() and time.monotonic() - self._looked > _HEAL_S:
+        if not self._over.is_set() and self.due:
             self.look()
         if self._over.is_set():
             raise HandoffCancelledError(f"handoff {self._id} is over")
 
-    def wait_for(self, find: Callable[[Record], T | None], timeout_s: float, what: str) -> T:
+    def wait_for(self, find: Callable[[Snapshot], T | None], timeout_s: float, what: str) -> T:
         """Block until `find` sees in the record what it looks for. Raises DeadlineError, HandoffCancelledError."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
-            record = self.look()
+            snapshot = self.look()
             self.check()
-            assert record is not None
-            if (found := find(record)) is not None:
+            assert snapshot is not None
+            if (found := find(snapshot)) is not None:
                 return found
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"waited {timeout_s:g} s for {what}")
             self._changed.wait(min(left, _HEAL_S))
 
-    def look(self) -> Record | None:
+    def look(self) -> Snapshot | None:
         """Read the ledger now."""
         self._looked = time.monotonic()
-        record = self._record = self._ledger.load(self._id)
-        if record is None or record.state in _ENDING:
-            self._end()
-        return record
+        self._snapshot = self._ledger.peek(self._id)
+        if self._snapshot is None or self._snapshot.state in _ENDING:
+            self._over.set()
+            self._changed.set()
+        return self._snapshot
 
-    def notify(self, event: bytes) -> None:
-        """Wake the waiter; `check` looks at once. What is to be closed is closed on a thread of its own."""
+    def notify(self) -> None:
+        """Something happened: wake the waiter, and let the next check look."""
         self._looked = float("-inf")
         self._changed.set()
-        if event in (b"cancel", b"stop"):
-            # closing drains a device: not on the thread that wakes everybody else
-            threading.Thread(target=self.look, name=f"close-{self._id[:8]}", daemon=True).start()
 
-    def _end(self) -> None:
+    def heal(self) -> None:
+        """Look, if it is time; once it is over, close what is to be closed, on a thread of its own: that drains."""
+        if self.due:
+            self.look()
         with self._lock:
-            if self._over.is_set():
-                return
-            self._over.set()
-            closers = list(self._closers)
-        self._changed.set()
+            closers, self._closers = (self._closers, []) if self._over.is_set() else ([], self._closers)
         for close in closers:
-            close()
+            threading.Thread(target=close, name=f"close-{self._id[:8]}", daemon=True).start()
 
 
 class Signals:
-    """The process's subscription; `watch` is used by job threads, `close` ends the thread."""
+    """The process's subscription. `watch` is used by job threads; `close` ends both threads of this."""
 
     def __init__(self, client: Redis, ledger: Ledger) -> None:
         self._client = client
@@ -116,14 +116,21 @@ class Signals:
         self._watches: dict[bytes, list[Watch]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._pump, name="signals", daemon=True)
+        self._woken = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"signals-{name}", daemon=True)
+            for name, target in (("listen", self._pump), ("heal", self._heal))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join()
+        self._woken.set()
+        for thread in self._threads:
+            thread.join()
 
     @contextlib.contextmanager
     def watch(self, handoff_id: str) -> Iterator[Watch]:
@@ -157,10 +164,23 @@ class Signals:
             while not self._closing.is_set():
                 message = pubsub.get_message(timeout=0.25)
                 if message is not None:
-                    self._dispatch(message["channel"], message["data"])
+                    self._dispatch(message["channel"])
 
-    def _dispatch(self, channel: bytes, event: bytes) -> None:
+    def _dispatch(self, channel: bytes) -> None:
         with self._lock:
             watches = list(self._watches.get(channel, ()))
         for watch in watches:
-            watch.notify(event)
+            watch.notify()
+        if watches:
+            self._woken.set()
+
+    def _heal(self) -> None:
+        """What a notification said, or would have said had it not been lost."""
+        while not self._closing.is_set():
+            self._woken.wait(_HEAL_S)
+            self._woken.clear()
+            with self._lock:
+                watches = [watch for several in self._watches.values() for watch in several]
+            for watch in watches:
+                with contextlib.suppress(BrokerError):  # it is looked at again
+                    watch.heal()

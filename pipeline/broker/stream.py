@@ -134,11 +134,14 @@ class PageReader:
         frames: FrameReader,
         settings: BrokerSettings,
         check: Callable[[], None],
+        when_idle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`when_idle` is called where nothing has come: may more be expected?"""
         self._credit = Credit(client, frames.handoff_id, frames.attempts, settings)
         self._blocking = blocking
         self._frames = frames
         self._check = check
+        self._when_idle = when_idle
         self._backlog: deque[tuple[bytes, bytes]] = deque()  # (entry id, header)
         self._last = "0-0"
         self._current: Header | None = None
@@ -195,6 +198,7 @@ class PageReader:
         reply: Any = repeated(lambda: self._blocking.xread({stream: self._last}, count=BATCH, block=block_ms))
         self._check()
         if not reply:
+            self._when_idle()
             self._require_fence()
             return
         for entry, fields in reply[0][1]:

@@ -21,7 +21,7 @@ from pipeline.cli.client import fetch
 from pipeline.errors import ConfigError, CrossfillError
 from pipeline.settings import Settings, WorkerSettings
 
-GRACE_S = 20.0  # SIGTERM to SIGKILL: a worker may finish what it decodes
+GRACE_S = 40.0  # SIGTERM to SIGKILL: longer than the API grants its running answers
 API = "api"
 
 

@@ -17,6 +17,7 @@ ENGINES = {
     "reference": "pipeline.engines.reference:ReferenceEngine",
     "mlx": "pipeline.engines.mlx:MlxEngine",
     "vllm": "pipeline.engines.vllm:VllmEngine",
+    "sglang": "pipeline.engines.sglang.engine:SglangEngine",
 }
 
 

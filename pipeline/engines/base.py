@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pipeline.contract import Contract
+from pipeline.errors import CrossfillError
 from pipeline.page import Page
 from pipeline.request import Request
 
@@ -70,9 +71,13 @@ class Prefill(Protocol):
         """Pages before `index` will never be read: the decode engine holds them."""
         ...
 
+    def wait_done(self, timeout_s: float) -> bool:
+        """True once `done`; False after `timeout_s`. Raises EngineError, HandoffCancelledError."""
+        ...
+
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        """P's own first token for engines that need it; empty for all others. Valid once the last page is ready."""
+        """The one token P drew for a request with `first_token`; empty for all others. Valid once `done`."""
         ...
 
     @property
@@ -96,7 +101,10 @@ class Admission(Protocol):
         ...
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
-        """Every page is there: join the running batch and yield steps until one has `finish`."""
+        """Every page is there: join the running batch and yield steps until one has `finish`.
+
+        `first_tokens` are P's, for a request with `first_token` only: they come out again as the first step.
+        """
         ...
 
     def close(self) -> None: ...
@@ -131,6 +139,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def failure(self) -> CrossfillError | None:
+        """What ended the engine; None while it works. A worker whose engine has ended gives up its lease."""
+        ...
 
     def stats(self) -> EngineStats: ...
 

@@ -6,19 +6,22 @@ prompt itself, `fail` ends the handoff with the error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
 from pipeline import prefix
 from pipeline.broker import stream
 from pipeline.broker.channel import TokenEntry
-from pipeline.broker.ledger import Accept
+from pipeline.broker.record import Accept
 from pipeline.broker.stream import PageReader
 from pipeline.engines.base import Admission, Engine, TokenStep
-from pipeline.errors import CrossfillError, HandoffCancelledError, StaleAttemptError
+from pipeline.errors import CrossfillError, DeadlineError, EngineError, HandoffCancelledError, PeerError
 from pipeline.frame import Commit, FrameReader
 from pipeline.handoff import Attempts, Event
+from pipeline.header import require
 from pipeline.page import PAGE_TOKENS, page_count
+from pipeline.request import Request
 from pipeline.stages.drain import Part, Services, taking_part
 
 
@@ -40,18 +43,42 @@ def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object
 
 def _admission(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
     """Room with every page in it, from P or computed here."""
+    if part.record.request.first_token != engine.capabilities.needs_first_token:
+        raise EngineError(f"this handoff was routed for another kind of engine than {part.record.route}")
     if part.record.route["prefill_queue"] is None:
         return _local(part, engine), ()
     try:
         return _remote(part, engine)
-    except (HandoffCancelledError, StaleAttemptError):
-        raise
-    except CrossfillError as error:
-        if part.record.policy != "recompute" or not engine.capabilities.can_prefill:
-            raise
-        stream.release(part.services.pages, part.handoff_id)  # P's writes are stale from here on
-        part.fields["recomputed"] = error.code
-        return _local(part, engine), ()
+    except _TransferError as lost:
+        error = lost.error
+    if part.record.policy != "recompute" or not engine.capabilities.can_prefill:
+        raise error
+    _give_up(part, error)
+    return _local(part, engine), ()
+
+
+class _TransferError(Exception):
+    """`error` is P's or the wire's, not D's: computing the prompt here may still help."""
+
+    def __init__(self, error: CrossfillError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _transfer() -> Iterator[None]:
+    """What goes wrong in here is not D's own failure."""
+    try:
+        yield
+    except (PeerError, DeadlineError) as error:
+        raise _TransferError(error) from error
+
+
+def _give_up(part: Part, error: CrossfillError) -> None:
+    """Tell P that no page is wanted any more; its writes are stale from here on."""
+    part.fields["recomputed"] = error.code
+    part.services.ledger.mark(part.handoff_id, "decode", part.attempt, part.fields, publish="recompute")
+    stream.release(part.services.pages, part.handoff_id)
 
 
 def _local(part: Part, engine: Engine) -> Admission:
@@ -68,14 +95,16 @@ def _local(part: Part, engine: Engine) -> Admission:
 
 def _remote(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
     limits = part.services.settings.handoff
-    prefill_attempt = part.watch.wait_for(
-        lambda record: record.number("prefill_attempt") or None, limits.queue_s, "a prefill worker"
-    )
+    with _transfer():
+        prefill_attempt = part.watch.wait_for(
+            lambda seen: seen.number("prefill_attempt") or None, limits.queue_s, "a prefill worker"
+        )
     admission = engine.admit(part.record.request, timeout_s=limits.accept_s, check=part.check)
     try:
         part.watch.on_over(admission.close)
         part.mark("admitted")
-        return admission, _receive(part, admission, Attempts(prefill_attempt, part.attempt))
+        with _transfer():
+            return admission, _receive(part, admission, Attempts(prefill_attempt, part.attempt))
     except BaseException:
         admission.close()
         raise
@@ -90,10 +119,17 @@ def _receive(part: Part, admission: Admission, attempts: Attempts) -> tuple[int,
     part.mark("accepted")
     services.ledger.accept(request.handoff_id, Accept(attempts.prefill, attempts.decode, first_page), part.fields)
     first_tokens: tuple[int, ...] = ()
-    if first_page < wanted:
+    if first_page < wanted or request.first_token:  # where D holds every page, P's first token still comes
         first_tokens = _import(part, admission, _reader(part, attempts, first_page))
+        _require_first_tokens(request, first_tokens, services.contract.vocab_size)
     _commit(part, held=first_page, imported=wanted - first_page)
     return first_tokens
+
+
+def _require_first_tokens(request: Request, first_tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise FrameError unless P sent the one token it was asked for, or none where none was asked for."""
+    require(len(first_tokens) == request.first_token, "number of first tokens", int(request.first_token), first_tokens)
+    require(all(token < vocab_size for token in first_tokens), "first token", f"below {vocab_size}", first_tokens)
 
 
 def _import(part: Part, admission: Admission, reader: PageReader) -> tuple[int, ...]:
@@ -150,4 +186,6 @@ def _reader(part: Part, attempts: Attempts, first_page: int) -> PageReader:
         first_page=first_page,
         transfer_tokens=request.transfer_tokens,
     )
-    return PageReader(services.pages, services.blocking, frames, services.settings.broker, part.check)
+    return PageReader(
+        services.pages, services.blocking, frames, services.settings.broker, part.check, part.require_prefill
+    )

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
-from pipeline.broker.ledger import Ledger, Record, Role
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.record import Record, Role, Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract, require_equal
 from pipeline.errors import BrokerError, CrossfillError, HandoffCancelledError, PeerError, StaleAttemptError
-from pipeline.handoff import Event, IllegalTransitionError
+from pipeline.handoff import Event, IllegalTransitionError, State
 from pipeline.settings import Settings
 
 if TYPE_CHECKING:
     from redis import Redis
 
+T = TypeVar("T")
+INSIST_S = 120.0
+_RETRY_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -65,10 +70,23 @@ class Part:
         self.services.ledger.mark(self.handoff_id, self.role, self.attempt, self.fields)
 
     def check(self) -> None:
-        """Raise when the work is to end: cancelled or over; for D also when P has failed."""
+        """Raise when the work is to end: cancelled or over; for P also when D needs no page of it any more."""
         self.watch.check()
-        if self.role == "decode" and (error := self.watch.error("prefill")) is not None:
+        seen = self.watch.snapshot
+        if self.role == "prefill" and seen is not None:
+            require_wanted(seen)
+
+    def require_prefill(self) -> None:
+        """D, where nothing comes: raise PeerError when P's last attempt has failed."""
+        seen = self.watch.snapshot
+        if seen is not None and (error := seen.error("prefill")) is not None:
             raise PeerError(f"prefill failed: {error.message}")
+
+
+def require_wanted(seen: Snapshot) -> None:
+    """Raise StaleAttemptError when D has every page, or computes the prompt itself."""
+    if seen.recomputed or seen.state in (State.COMMITTED, State.DECODING):
+        raise StaleAttemptError(f"handoff {seen.handoff_id} needs no page of this prefill any more")
 
 
 @contextlib.contextmanager
@@ -78,19 +96,19 @@ def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Par
     HandoffCancelledError when the handoff is gone, over, or its API process is dead.
     """
     with services.signals.watch(handoff_id) as watch:
-        attempt, record = services.ledger.enter(handoff_id, role, services.worker)
+        attempt, record = _insist(lambda: services.ledger.enter(handoff_id, role, services.worker))
         part = Part(services, role, attempt, record, watch)
         try:
             _require_owner(services, record)
             require_equal(services.contract, record.contract)
             yield part
         except (HandoffCancelledError, StaleAttemptError):
-            _drained(part)
+            _insist(lambda: _drained(part))
             raise
         except Exception as error:
             _failed(part, error)
             raise
-        services.ledger.leave(handoff_id, role, attempt, fields=part.fields)
+        _insist(lambda: _leave(part))
 
 
 def _require_owner(services: Services, record: Record) -> None:
@@ -99,21 +117,38 @@ def _require_owner(services: Services, record: Record) -> None:
         raise HandoffCancelledError(f"the API process that owns handoff {record.handoff_id} is gone")
 
 
+def _leave(part: Part, error: ErrorInfo | None = None) -> None:
+    part.services.ledger.leave(part.handoff_id, part.role, part.attempt, error=error, fields=part.fields)
+
+
 def _drained(part: Part) -> None:
-    ledger = part.services.ledger
     with contextlib.suppress(HandoffCancelledError, StaleAttemptError, IllegalTransitionError):
-        ledger.advance(part.handoff_id, part.role, part.attempt, Event.DRAIN)
-    ledger.leave(part.handoff_id, part.role, part.attempt, fields=part.fields)
+        part.services.ledger.advance(part.handoff_id, part.role, part.attempt, Event.DRAIN)
+    _leave(part)
 
 
 def _failed(part: Part, error: Exception) -> None:
     """P's failure is D's to judge (it may compute the prompt itself); D's failure ends the handoff."""
-    info, ledger = ErrorInfo.of(error), part.services.ledger
+    info = ErrorInfo.of(error)
     if not isinstance(error, CrossfillError):
         _log.exception("handoff %s: %s stage", part.handoff_id, part.role)
-    with contextlib.suppress(BrokerError):
-        if part.role == "decode":
-            ledger.fail(part.handoff_id, info, part.attempt)
-            ledger.leave(part.handoff_id, part.role, part.attempt, fields=part.fields)
-        else:
-            ledger.leave(part.handoff_id, part.role, part.attempt, error=info, fields=part.fields)
+    if part.role == "decode":
+        _insist(lambda: part.services.ledger.fail(part.handoff_id, info, part.attempt))
+        _insist(lambda: _leave(part))
+    else:
+        _insist(lambda: _leave(part, info))
+
+
+def _insist(step: Callable[[], T]) -> T:
+    """Repeat an idempotent step while the broker is away: a worker that lives must not look as if it still worked.
+
+    Raises BrokerError after INSIST_S; by then the record's TTL ends it.
+    """
+    deadline = time.monotonic() + INSIST_S
+    while True:
+        try:
+            return step()
+        except BrokerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)

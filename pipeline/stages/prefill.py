@@ -6,20 +6,20 @@ Compute starts at once; nothing is written before D's `accept` for this very att
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 from pipeline import prefix
-from pipeline.broker.ledger import Accept, Record
+from pipeline.broker.record import Accept, Snapshot
 from pipeline.broker.stream import PageWriter
-from pipeline.engines.base import Prefill, PrefillEngine
+from pipeline.engines.base import Prefill, PrefillEngine, wait_in_slices
 from pipeline.errors import CrossfillError, DeadlineError, HandoffCancelledError, StaleAttemptError
 from pipeline.frame import FrameWriter
 from pipeline.handoff import Attempts
 from pipeline.page import page_count
 from pipeline.request import Request
-from pipeline.stages.drain import Part, Services, taking_part
-
-_SLICE_S = 0.25  # how often a blocked wait looks whether the work is still wanted
+from pipeline.stages.drain import Part, Services, require_wanted, taking_part
 
 
 def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str, object]:
@@ -28,15 +28,16 @@ def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str,
         request = part.record.request
         with closing(engine.prefill(request)) as work:
             accept = part.watch.wait_for(
-                lambda record: _accept_for(record, part.attempt), services.settings.handoff.accept_s, "accept"
+                lambda seen: _accept_for(seen, part.attempt), services.settings.handoff.accept_s, "accept"
             )
-            if accept.first_page == page_count(request.transfer_tokens):
+            if accept.first_page == page_count(request.transfer_tokens) and not request.first_token:
                 return {"outcome": "held", "pages": 0}
             return _send(part, work, accept)
 
 
-def _accept_for(record: Record, attempt: int) -> Accept | None:
-    accept = record.accept
+def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
+    require_wanted(seen)
+    accept = seen.accept
     return accept if accept and accept.prefill_attempt == attempt else None
 
 
@@ -47,11 +48,13 @@ def _send(part: Part, work: Prefill, accept: Accept) -> dict[str, object]:
     try:
         writer.open()
         for index in range(accept.first_page, page_count(request.transfer_tokens)):
-            _await_page(part, work, index)
+            _await(part, partial(work.wait_ready, index), f"page {index}")
             writer.write(work.read(index))
             part.mark("first_page_out")
             if work.done:
                 part.mark("prefill_ended")
+        if request.first_token:
+            _await(part, work.wait_done, "P's first token")
         part.mark("prefill_ended")
         part.mark("last_page_out")
         part.fields |= {"pages": writer.pages_written, "bytes": writer.bytes_written}
@@ -66,13 +69,10 @@ def _send(part: Part, work: Prefill, accept: Accept) -> dict[str, object]:
     return {"outcome": "sent", "pages": writer.pages_written, "bytes": writer.bytes_written}
 
 
-def _await_page(part: Part, work: Prefill, index: int) -> None:
-    waited = 0.0
-    while not work.wait_ready(index, _SLICE_S):
-        part.check()
-        waited += _SLICE_S
-        if waited > part.services.settings.handoff.progress_s:
-            raise DeadlineError(f"page {index} was not computed within {waited:g} s")
+def _await(part: Part, wait: Callable[[float], bool], what: str) -> None:
+    limit = part.services.settings.handoff.progress_s
+    if not wait_in_slices(wait, limit, part.check):
+        raise DeadlineError(f"{what} was not computed within {limit:g} s")
     part.check()
 
 

@@ -6,6 +6,7 @@ from a thread of their own, so a long engine step is not death either.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -28,7 +29,7 @@ from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
 from pipeline.engines.base import Engine
 from pipeline.errors import BrokerError, StaleAttemptError
-from pipeline.page import page_count
+from pipeline.page import Page, page_count, page_tokens
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings, WorkerSettings
 from pipeline.stages import decode, prefill
@@ -46,33 +47,48 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
     """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start."""
     client = connect(settings.broker.url)
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, worker.engine_settings)))
+        chosen = worker.engine_settings.model_copy(update={"role": worker.role})
+        engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, chosen)))
         require_ready(client, settings.broker.budget_bytes, engine.contract.page_shape.page_bytes)
-        warm_up(engine)
+        warm_up(engine, worker.role)
         replica = Runtime(settings, worker, engine, client)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         replica.start()
         _log.info("replica %s is ready (%s, %s)", worker.name, worker.engine, worker.role)
-        while not stop.wait(_BEAT_S) and not replica.lost.is_set():
+        while not stop.wait(_BEAT_S) and not replica.broken:
             pass
         _log.info("replica %s drains", worker.name)
         replica.close()
 
 
-def warm_up(engine: Engine) -> None:
-    """Run every path once: prefill, export, import, decode. Leaves no cached prefix."""
-    request = Request(secrets.token_hex(16), (1,) * _WARM_TOKENS, Sampling(max_tokens=2, temperature=0.0))
+def warm_up(engine: Engine, role: str) -> None:
+    """Run every path of `role` once: prefill and export, import and decode. Leaves no cached prefix."""
+    needs = engine.capabilities
+    sampling = Sampling(max_tokens=2, temperature=0.0)
+    request = Request(secrets.token_hex(16), (1,) * _WARM_TOKENS, sampling, first_token=needs.needs_first_token)
+    pages = _computed(engine, request) if needs.can_prefill else _blank(engine, request)
+    if role != "prefill":
+        with closing(engine.admit(replace(request, handoff_id=secrets.token_hex(16)))) as admission:
+            for page in pages[admission.held_pages :]:
+                admission.import_page(page)
+            for _ in admission.decode((1,) if request.first_token else ()):
+                pass
+    engine.reset_prefix_cache()
+
+
+def _computed(engine: Engine, request: Request) -> list[Page]:
     with closing(engine.prefill(request)) as work:
         pages = [work.read(index) for index in range(page_count(request.transfer_tokens))]
     engine.reset_prefix_cache()
-    with closing(engine.admit(replace(request, handoff_id=secrets.token_hex(16)))) as admission:
-        for page in pages[admission.held_pages :]:
-            admission.import_page(page)
-        for _ in admission.decode():
-            pass
-    engine.reset_prefix_cache()
+    return pages
+
+
+def _blank(engine: Engine, request: Request) -> list[Page]:
+    """Zeros are good enough to warm an engine that computes no pages; nobody sees what it says."""
+    shape, tokens = engine.contract.page_shape, request.transfer_tokens
+    return [Page(index, page_tokens(index, tokens), shape.empty()) for index in range(page_count(tokens))]
 
 
 class Runtime:
@@ -88,9 +104,9 @@ class Runtime:
         self._clock = clock
         self._registry = Registry(client)
         self._signals = Signals(connect_blocking(settings.broker.url), ledger)
-        self._janitor = Janitor(client, client, ledger, self._registry, clock, settings)
+        self._janitor = Janitor(client, client, ledger, Registry(client), clock, settings)
         self._services = Services(
-            worker=worker.name,
+            worker=f"{worker.name}@{self._registry.incarnation}",
             contract=engine.contract,
             settings=settings,
             ledger=ledger,
@@ -99,7 +115,8 @@ class Runtime:
             pages=client,
             blocking=connect_blocking(settings.broker.url),
         )
-        self.lost = threading.Event()  # another process took our name: stop serving under it
+        self._lost = threading.Event()  # another process took our name: stop serving under it
+        self._draining = False
         self._stop = threading.Event()
         self._takers = self._make_takers()
         self._threads = [
@@ -114,8 +131,19 @@ class Runtime:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def broken(self) -> bool:
+        """It can serve no more: another process took its name, its engine has ended, or a taker has."""
+        engine = self._engine.failure
+        if engine is not None:
+            _log.error("the engine has ended: %s", engine)
+        return self._lost.is_set() or engine is not None or not all(thread.is_alive() for thread in self._threads)
+
     def close(self) -> None:
         """Take nothing new, finish what runs, then leave the registry."""
+        self._draining = True
+        with contextlib.suppress(BrokerError, StaleAttemptError):
+            self._renew()  # the routers look elsewhere from now on
         for taker in self._takers.values():
             taker.request_stop()
         for thread in self._threads:
@@ -170,7 +198,8 @@ class Runtime:
         return asdict(self._engine.stats())
 
     def _load(self) -> dict[str, int]:
-        return {f"{role}_running": taker.running for role, taker in self._takers.items()}
+        running = {f"{role}_running": taker.running for role, taker in self._takers.items()}
+        return running | ({"draining": 1} if self._draining else {})
 
     def _beat(self) -> None:
         """Publish gauges and renew leases; sweep three times within a lease. Only a lost name ends it early."""
@@ -185,7 +214,7 @@ class Runtime:
                     self._janitor.sweep()
             except StaleAttemptError as error:
                 _log.error("heartbeat: %s", error)
-                self.lost.set()
+                self._lost.set()
                 return
             except BrokerError as error:
                 _log.warning("heartbeat: %s", error)

@@ -13,6 +13,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from pipeline.broker import keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry, TokenHub, TokenReader, decode
+from pipeline.errors import BrokerError
 
 ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
 
@@ -126,3 +127,15 @@ def test_a_cancelled_open_ends_although_the_client_library_swallows_it(server_ur
         await client.aclose()
 
     asyncio.run(run())
+
+
+def test_a_handoff_the_broker_has_lost_is_an_error_not_silence(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+    redis_client.hset(keys.HandoffKeys(handoff_id).record, "state", "decoding")
+
+    def write() -> None:
+        _append(redis_client, handoff_id, ENTRIES[0])
+        redis_client.flushall()
+
+    with pytest.raises(BrokerError, match="lost this request"):
+        asyncio.run(_read(server_url, handoff_id, write))

@@ -13,7 +13,8 @@ from pipeline.broker import keys, stream
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
-from pipeline.broker.ledger import Accept, Ledger
+from pipeline.broker.ledger import Ledger
+from pipeline.broker.record import Accept
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import Attempts, Event, IllegalTransitionError, State
@@ -195,6 +196,7 @@ def test_everything_a_handoff_needs_to_end_works_at_oom(ledger: Ledger, handoff:
     p, d = _admit(ledger, handoff)
     ledger.advance(handoff, "decode", d, Event.COMMIT)
     redis_client.config_set("maxmemory", 1)
+    ledger.own("api-1", 30)
     ledger.emit(handoff, d, TokenEntry(0, (1,)))
     ledger.leave(handoff, "prefill", p)
     ledger.emit(handoff, d, TokenEntry(1, (2,), finish="stop"))

@@ -51,7 +51,7 @@ def test_what_is_registered_is_listed_by_name(redis_client: Redis) -> None:
     mine.register(VLLM, LONG_S)
     other.register(MLX, 30.0)
     assert Registry(redis_client).list() == [MLX, VLLM]
-    assert [mine.alive("vllm-0"), mine.alive("mlx-0"), mine.alive("x")] == [True, True, False]
+    assert [mine.holder("vllm-0"), mine.holder("mlx-0"), mine.holder("x")] == [mine.incarnation, other.incarnation, None]
     assert 59_000 < int(redis_client.pttl(keys.replica("vllm-0"))) <= 60_000
     assert mine.expired() == []
 
@@ -68,9 +68,9 @@ def test_an_ended_lease_is_the_janitors_and_is_taken_once(redis_client: Redis) -
     mine, janitor, second = Registry(redis_client), Registry(redis_client), Registry(redis_client)
     mine.register(VLLM, LONG_S)
     assert janitor.withdraw("vllm-0") is False  # alive, and not the janitor's
-    assert mine.alive("vllm-0")
+    assert mine.holder("vllm-0")
     _let_expire(redis_client, "vllm-0")
-    assert (janitor.list(), janitor.alive("vllm-0"), janitor.expired()) == ([], False, ["vllm-0"])
+    assert (janitor.list(), janitor.holder("vllm-0"), janitor.expired()) == ([], None, ["vllm-0"])
     assert (janitor.withdraw("vllm-0"), second.withdraw("vllm-0")) == (True, False)
     assert janitor.expired() == []
 

@@ -56,6 +56,10 @@ def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -
     assert waiting.error is None
 
 
+def test_an_engine_that_works_reports_no_failure(engine: Engine) -> None:
+    assert engine.failure is None
+
+
 def test_a_waiting_admission_ends_when_its_check_raises(engine: Engine, baseline: EngineStats) -> None:
     admitted: list[Admission] = []
     with pytest.raises(DeadlineError):

@@ -1,7 +1,7 @@
 """Plain mlx-lm at the split of a handoff: prompt-1 tokens into the cache, then the last token alone, greedy.
 
 Run as a process of its own, without a line of Crossfill: `{"model", "prompts": [[ids]], "max_tokens"}` on standard
-input, `{"outputs": [{"tokens": [...], "margins": [...]}]}` on standard output; a margin is the top-2 difference in logits.
+input, `{"outputs": [{"tokens": [...], "margins": [...]}]}` on standard output; a margin is the top-2 gap in logits.
 """
 
 from __future__ import annotations

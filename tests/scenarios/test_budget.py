@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from pipeline.broker.connect import margin_bytes
 from tests.scenarios.system import System
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -34,8 +33,9 @@ def test_server_memory_stays_within_budget_and_margin(real: System, route: str) 
         done.set()
         watch.join()
     assert answer.trace["bytes"] == 45 * 1474560 > 8 * budget - budget
-    assert max(seen) - seen[0] <= budget + margin_bytes(budget)
-    assert max(seen) - seen[0] > 1474560  # the watch saw pages at all
+    page = 1474560
+    assert max(seen) - seen[0] <= budget + 2 * page  # the server's own buffers hold a page on its way in or out
+    assert max(seen) - seen[0] > page  # the watch saw pages at all
 
 
 def test_a_prompt_many_times_the_budget_streams_through(cheap: System) -> None:

@@ -73,11 +73,11 @@ def _free(stats: dict[str, Any]) -> int:
 
 
 def test_cancel_of_a_queued_request_never_starts_it(cheap: System) -> None:
-    """More requests than slots would allow at once, all abandoned at birth."""
+    """Abandoned at birth, most of the work is never done."""
     before = cheap.settled()
     done = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in before["replicas"]}
     for _ in range(10):
         _leave_after(cheap, "reference->reference", LONG, 0.0, False, tokens=4)
     cheap.settled()
     after = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in cheap.status()["replicas"]}
-    assert sum(after.values()) - sum(done.values()) < 10 * len(LONG)
+    assert sum(after.values()) - sum(done.values()) < 5 * len(LONG)

@@ -36,6 +36,8 @@ def liar(system: System, model: Path, fault: str, tmp_path: Path) -> Iterator[st
         eventually(lambda: name in {r["name"] for r in system.status()["replicas"]}, 60)
         yield name
     finally:
+        if fault == "stall":
+            process.kill()
         process.communicate(timeout=60)
     eventually(lambda: name not in {r["name"] for r in system.status()["replicas"]})
 
@@ -89,6 +91,16 @@ def test_a_replica_of_other_weights_is_refused_by_name(cheap: System, tiny_model
     assert answer.json()["error"]["code"] == "contract_mismatch"
     assert "weights" in answer.json()["error"]["message"]
     assert cheap.settled()["live"] == []
+
+
+def test_a_prefill_worker_that_stalls_is_an_error_after_the_deadline(
+    cheap: System, tiny_model: Path, tmp_path: Path
+) -> None:
+    with liar(cheap, tiny_model, "stall", tmp_path):
+        answer = cheap.post(PROMPT, "liar->reference")
+    assert answer.status_code == 504, answer.text
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    cheap.settled()  # its lease has ended: the stalled worker's part was taken from it
 
 
 def test_a_prefill_worker_that_dies_mid_stream_is_an_error_within_seconds(

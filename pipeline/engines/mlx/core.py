@@ -46,6 +46,7 @@ class Core:
         self.model = checkpoint_model.load(checkpoint, contract, settings.compute_dtype)
         self.store = PageStore(settings.prefix_cache_bytes)
         self.memory = Memory(settings.kv_cache_bytes, self.model.token_bytes, settings.max_running, loop.wake)
+        self.failure: EngineError | None = None  # what ended the engine
         self.prompt_tokens_computed = 0
         self.tokens_sampled = 0
         self._batch = Batch(self.model)
@@ -125,7 +126,8 @@ class Core:
             if not prompt.done:
                 chunk = prompt.step(self.model, self.settings.chunk_tokens)
                 self.prompt_tokens_computed += chunk.tokens
-                prompt.pages.feed(chunk)
+                self.tokens_sampled += len(prompt.first_tokens)
+                prompt.pages.feed(chunk, prompt.first_tokens)
             if prompt.done:
                 self._finish(prompt)
         except Exception as error:  # one prompt's, not the engine's: out of memory, for one
@@ -160,6 +162,7 @@ class Core:
             self._batch.leave(row)
 
     def _fail_all(self, error: EngineError) -> None:
+        self.failure = error
         for one in self.live():
             one.fail(error)
 

@@ -24,7 +24,7 @@ from pipeline.engines.mlx.prefill import MlxPrefill
 from pipeline.engines.mlx.prompt import Prompt
 from pipeline.engines.mlx.sampler import Sampler
 from pipeline.engines.store import Pin
-from pipeline.errors import ContextLengthError, DeadlineError
+from pipeline.errors import ContextLengthError, CrossfillError, DeadlineError
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -57,7 +57,7 @@ class MlxEngine:
     def prefill(self, request: Request) -> MlxPrefill:
         """Raises ContextLengthError, and EngineError when the prompt can never fit the memory."""
         self._require_context(request, len(request.token_ids))
-        tokens = request.token_ids[:-1]
+        tokens = request.token_ids[: request.transfer_tokens]
         self._core.memory.require_fits(capacity(len(tokens)))
         keys, pin = self._pin(request)
         prompts: list[Prompt] = []
@@ -70,6 +70,7 @@ class MlxEngine:
                     pin.pages,
                     pages,
                     room=capacity(len(tokens)),
+                    sampler=self._sampler(request) if request.first_token else None,
                     on_done=self._computed,
                     on_fail=pages.fail,
                 )
@@ -89,8 +90,7 @@ class MlxEngine:
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
         share = self._room(len(request.token_ids) + limit, timeout_s, check)
         keys, pin = self._pin(request)
-        seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
-        row = Row(request, Sampler(request.sampling, seed), limit)
+        row = Row(request, self._sampler(request), limit)
         try:
             if not local:
                 return ImportAdmission(self._core, row, pin, share, keys)
@@ -101,6 +101,10 @@ class MlxEngine:
             pin.release()
             self._core.memory.release(share)
             raise
+
+    @property
+    def failure(self) -> CrossfillError | None:
+        return self._core.failure
 
     def stats(self) -> EngineStats:
         core, live = self._core, self._core.live()
@@ -123,11 +127,16 @@ class MlxEngine:
         if tokens > self._contract.context_length:
             raise ContextLengthError(self._contract.context_length, len(request.token_ids), "prompt")
 
+    def _sampler(self, request: Request) -> Sampler:
+        return Sampler(request.sampling, self._entropy() if request.sampling.seed is None else request.sampling.seed)
+
     def _pin(self, request: Request) -> tuple[list[bytes], Pin]:
-        """Chain keys of all pages, and a hold on the leading full ones that are stored."""
+        """Chain keys of all pages, and a hold on the leading full ones that are stored, the last token left out: it
+        must be computed, for the logits behind it.
+        """
         start = prefix.seed(self._contract.digest, request.salt)
         keys = prefix.chain(start, request.token_ids[: request.transfer_tokens])
-        return keys, self._core.store.pin(keys[: request.transfer_tokens // PAGE_TOKENS])
+        return keys, self._core.store.pin(keys[: (len(request.token_ids) - 1) // PAGE_TOKENS])
 
     def _pages(
         self, tokens: Sequence[int], keys: Sequence[bytes], pin: Pin, *, on_close: Callable[[MlxPrefill], None]

@@ -45,6 +45,7 @@ class MlxPrefill:
         self._skipped = 0
         self._ready_tokens = len(pin.pages) * PAGE_TOKENS
         self._done = self._ready_tokens == tokens
+        self._first_tokens: tuple[int, ...] = ()
         self._copies = 0
         self._failure: CrossfillError | None = None
         self._closing = False
@@ -62,8 +63,10 @@ class MlxPrefill:
         """Pages kept for reading, held ones included."""
         return len(self._chunks) + len(self._held)
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: Chunk, first_tokens: tuple[int, ...] = ()) -> None:
+        """`first_tokens` come with the last chunk, where the request wants one."""
         with self._changed:
+            self._first_tokens = first_tokens
             if self._failure is None:
                 self._chunks.update((index, chunk) for index in chunk.pages if index >= self._skipped)
             self._ready_tokens = chunk.start + chunk.tokens
@@ -80,7 +83,7 @@ class MlxPrefill:
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        return ()
+        return self._first_tokens
 
     @property
     def done(self) -> bool:
@@ -89,6 +92,13 @@ class MlxPrefill:
     def wait_ready(self, index: int, timeout_s: float) -> bool:
         with self._changed:
             return self._wait_ready(index, timeout_s)
+
+    def wait_done(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._done, timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return self._done
 
     def read(self, index: int) -> Page:
         with self._changed:

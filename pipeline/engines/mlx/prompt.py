@@ -12,6 +12,7 @@ from pipeline.engines.mlx.cache import Chunk, Tap
 from pipeline.engines.mlx.memory import Share
 from pipeline.engines.mlx.model import Model
 from pipeline.engines.mlx.prefill import MlxPrefill
+from pipeline.engines.mlx.sampler import Sampler
 from pipeline.errors import CrossfillError, EngineError
 from pipeline.page import PAGE_TOKENS, PageArray
 
@@ -20,6 +21,7 @@ class Prompt:
     """`tokens` are all the prompt's tokens whose KV is wanted; `held` are its leading pages, known already.
 
     `room` is the capacity of its caches in tokens. `share` is its part of the memory, None until it may have one.
+    `sampler` draws the token behind the last, None where nobody wants it; `first_tokens` is what it drew.
     `on_done` gets the prompt and its caches, on the engine thread, once they hold all the tokens;
     `on_fail` gets what went wrong instead.
     """
@@ -32,6 +34,7 @@ class Prompt:
         *,
         room: int,
         share: Share | None = None,
+        sampler: Sampler | None = None,
         on_done: Callable[[Prompt, list[Any]], None],
         on_fail: Callable[[CrossfillError], None],
     ) -> None:
@@ -41,6 +44,8 @@ class Prompt:
         self.on_done = on_done
         self.on_fail = on_fail
         self.caches: list[Tap] | None = None
+        self.first_tokens: tuple[int, ...] = ()
+        self._sampler = sampler
         self._tokens = tokens
         self._held = held
         self._at = len(held) * PAGE_TOKENS
@@ -60,13 +65,16 @@ class Prompt:
         """Compute the next `chunk_tokens` tokens, or what is left of them."""
         caches = self.begin(model)
         count = min(chunk_tokens, len(self._tokens) - self._at)
-        # The logits are not evaluated, so neither they nor what only they need of the last layer is computed.
-        model.module(mx.array([self._tokens[self._at : self._at + count]]), cache=caches)
+        # The logits are not evaluated, so neither they nor what only they need of the last layer is computed, but for
+        # those of the last token where somebody wants the next one.
+        logits = model.module(mx.array([self._tokens[self._at : self._at + count]]), cache=caches)
         layers = [cache.take() for cache in caches]
         mx.eval(layers, [(cache.keys, cache.values) for cache in caches])
         _require_shape(model, layers, count)
         chunk = Chunk(self._at, count, layers)
         self._at += count
+        if self._sampler is not None and self.done:
+            self.first_tokens = (int(self._sampler(logits[:, -1, :], self._at).item()),)
         return chunk
 
 

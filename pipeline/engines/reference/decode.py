@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.engines.base import FinishReason, TokenStep
 from pipeline.engines.reference.model import KvCache
-from pipeline.engines.reference.run import Host, Run
+from pipeline.engines.reference.run import Host, Run, require_logits
 from pipeline.engines.reference.sampler import sample
 from pipeline.errors import EngineError, HandoffCancelledError
 from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens
@@ -86,8 +86,7 @@ class DecodeRun(Run):
 
     def _next_token(self, cache: KvCache) -> int:
         logits = self.host.model.logits(self.tokens[-1:], cache)
-        if not np.isfinite(logits).all():
-            raise EngineError(f"the logits of handoff {self.request.handoff_id} hold NaN or Inf: its KV is not sound")
+        require_logits(logits, self.request)
         return sample(logits, self.request.sampling, self._seed, len(self.tokens))
 
     def _append(self, token: int) -> None:

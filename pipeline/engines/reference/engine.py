@@ -57,7 +57,7 @@ class ReferenceEngine:
     def prefill(self, request: Request) -> Prefill:
         """Raises ContextLengthError, or EngineError for a prompt that can never fit."""
         self._require_prompt(request)
-        run = PrefillRun(self, request)
+        run = PrefillRun(self, request, self._seed(request))
         with self.condition:
             self._require_up()
             self.room.require_possible(run.pages)
@@ -82,6 +82,10 @@ class ReferenceEngine:
                 self._tickets.remove(run)
                 self.condition.notify_all()
         return run
+
+    @property
+    def failure(self) -> CrossfillError | None:
+        return self._down
 
     def stats(self) -> EngineStats:
         with self.condition:
@@ -123,8 +127,10 @@ class ReferenceEngine:
         if sampling.max_tokens < 1:
             raise InvalidParameterError("max_tokens", f"max_tokens is {sampling.max_tokens}: it must be 1 or more")
         limit = min(sampling.max_tokens, self.contract.context_length - len(request.token_ids))
-        seed = self._entropy() if sampling.seed is None else sampling.seed
-        return DecodeRun(self, request, local=local, limit=limit, seed=seed)
+        return DecodeRun(self, request, local=local, limit=limit, seed=self._seed(request))
+
+    def _seed(self, request: Request) -> int:
+        return self._entropy() if request.sampling.seed is None else request.sampling.seed
 
     def _await_turn(self, run: DecodeRun, timeout_s: float, check: Check) -> None:
         def may_begin() -> bool:

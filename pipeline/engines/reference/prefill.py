@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from pipeline.engines.reference.run import Host, Run
+from collections.abc import Sequence
+
+from pipeline.engines.reference.model import KvCache
+from pipeline.engines.reference.run import Host, Run, require_logits
+from pipeline.engines.reference.sampler import sample
 from pipeline.errors import EngineError
 from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
 
 class PrefillRun(Run):
-    """Implements `engines.base.Prefill`. A page is held from ready until read or skipped; the last ends the run."""
+    """Implements `engines.base.Prefill`. A page is held from ready until read or skipped; the last ends the run.
 
-    def __init__(self, host: Host, request: Request) -> None:
+    `seed`: of the draw of the first token, should the request want one.
+    """
+
+    def __init__(self, host: Host, request: Request, seed: int) -> None:
         super().__init__(host, request, request.transfer_tokens)
+        self._seed = seed
+        self._first_tokens: tuple[int, ...] = ()
         self._unread = set(range(page_count(self.body_tokens)))
         self._last = len(self._unread)
 
@@ -35,9 +44,16 @@ class PrefillRun(Run):
     def skip_to(self, index: int) -> None:
         self._pass(set(range(index)))
 
+    def wait_done(self, timeout_s: float) -> bool:
+        with self.host.condition:
+            self.host.condition.wait_for(lambda: self.ended or self._ready_pages == self._last, timeout_s)
+            if self.error is not None:
+                raise self.error
+            return self._ready_pages == self._last
+
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        return ()
+        return self._first_tokens
 
     @property
     def done(self) -> bool:
@@ -51,6 +67,16 @@ class PrefillRun(Run):
     def begin(self) -> None:
         super().begin()
         self._end_if_read()
+
+    def _compute(self, chunk: Sequence[int], cache: KvCache) -> None:
+        if not self.request.first_token or cache.tokens + len(chunk) < self.body_tokens:
+            super()._compute(chunk, cache)
+            return
+        logits = self.host.model.logits(chunk, cache)
+        require_logits(logits, self.request)
+        self._first_tokens = (sample(logits, self.request.sampling, self._seed, len(self.tokens)),)
+        with self.host.condition:
+            self.host.tokens_sampled += 1
 
     @property
     def _ready_pages(self) -> int:

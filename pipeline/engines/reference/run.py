@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from threading import Condition
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline import prefix
 from pipeline.engines.reference.model import KvCache, Model
 from pipeline.engines.reference.room import Room
@@ -37,7 +40,8 @@ class Host(Protocol):
 
 
 class Run:
-    """One prompt. Its body is all tokens but the last: what is imported, or computed in chunks."""
+    """One prompt. Its body is what is imported, or computed in chunks: all tokens but the last, or all of them where P
+    draws the first token."""
 
     seats = 0
 
@@ -71,7 +75,8 @@ class Run:
     def begin(self) -> None:
         """Take room, and the longest prefix that is stored: copied, and pinned so that it stays for others."""
         cache = KvCache(self.host.model.shape, self.pages * PAGE_TOKENS)
-        keys = prefix.chain(self._link, self.tokens[: self.body_tokens // PAGE_TOKENS * PAGE_TOKENS])
+        # Never the whole prompt: its last token must be computed, for the logits behind it.
+        keys = prefix.chain(self._link, self.tokens[: (len(self.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS])
         pin = self.host.store.pin(keys)
         for data in pin.pages:
             cache.append_page(data, PAGE_TOKENS)
@@ -134,12 +139,15 @@ class Run:
         """Compute the next chunk of the body."""
         with self.using() as cache:
             chunk = self.tokens[cache.tokens : min(cache.tokens + self.host.chunk_tokens, self.body_tokens)]
-            self.host.model.prefill(chunk, cache)
+            self._compute(chunk, cache)
             self.store_pages(cache)
             with self.host.condition:
                 self.present_tokens = cache.tokens
                 self.host.prompt_tokens_computed += len(chunk)
                 self.host.condition.notify_all()
+
+    def _compute(self, chunk: Sequence[int], cache: KvCache) -> None:
+        self.host.model.prefill(chunk, cache)
 
     def store_pages(self, cache: KvCache) -> None:
         """Keep the full pages of the cache that are not stored yet."""
@@ -149,3 +157,9 @@ class Run:
             self.host.store.put(key, cache.page(self._stored_pages, PAGE_TOKENS).data)
             self._stored_pages += 1
             self._link = key
+
+
+def require_logits(logits: NDArray[np.float32], request: Request) -> None:
+    """Raise EngineError unless a token can be drawn from these."""
+    if not np.isfinite(logits).all():
+        raise EngineError(f"the logits of handoff {request.handoff_id} hold NaN or Inf: its KV is not sound")

@@ -154,7 +154,7 @@ class PageConnector(KVConnectorBase_V1):
         for export, blocks, _, tokens in self._get_connector_metadata().computing:
             transfer = export.request.transfer_tokens
             ready = export.pages if tokens >= transfer else tokens // PAGE_TOKENS
-            export.publish(ready, blocks, done=tokens > transfer)
+            export.publish(ready, blocks, done=tokens >= len(export.request.token_ids))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent = self._exchange.take_sent()

@@ -17,6 +17,7 @@ from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
 from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
+from pipeline.engines.vllm import linear
 from pipeline.engines.vllm.blocks import verify_layout
 from pipeline.engines.vllm.exchange import Exchange, Ticket, register, unregister
 from pipeline.engines.vllm.export import Export
@@ -149,7 +150,10 @@ class VllmEngine:
                 raise ConfigError("only CPU builds of vLLM are supported: a device that runs behind could tear a page")
             current_platform.import_kernels()
             verify_layout(self._contract.page_shape)
-            return LLMEngine.from_engine_args(self._engine_args(checkpoint))
+            engine = LLMEngine.from_engine_args(self._engine_args(checkpoint))
+            if linear.wanted(self._settings.compute_dtype):
+                linear.widen(engine.model_executor.driver_worker.worker.model_runner.model)
+            return engine
 
     def _engine_args(self, checkpoint: Path) -> Any:
         from vllm import EngineArgs

@@ -22,7 +22,8 @@ class Export(Ticket):
         self._blocks: list[int] = []
         self._next = 0  # pages before this one were read or skipped
         self._read: set[int] = set()  # read ahead of `_next`
-        self._done = False
+        self._computed = False
+        self._first_tokens: tuple[int, ...] = ()
 
     # --- the job's side
 
@@ -58,13 +59,18 @@ class Export(Ticket):
             self._read = {ahead for ahead in self._read if ahead > self._next}
         self._exchange.wake()  # blocks to free, or room for a prompt that was held back
 
+    def wait_done(self, timeout_s: float) -> bool:
+        with self.changed:
+            return self._wait(lambda: self.done, timeout_s)
+
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        return ()  # no decode engine that vLLM serves needs one: they all compute the last prompt token
+        return self._first_tokens
 
     @property
     def done(self) -> bool:
-        return self._done
+        """The token arrives a little after the last page: vLLM hands it out when the step is over."""
+        return self._computed and len(self._first_tokens) == self.request.first_token
 
     def _require_page(self, index: int) -> None:
         if not 0 <= index < self.pages:
@@ -90,7 +96,12 @@ class Export(Ticket):
         with self.changed:
             self._ready = max(self._ready, min(ready, self.pages))
             self._blocks = list(blocks[: self.pages])
-            self._done = self._done or done
+            self._computed = self._computed or done
+            self.changed.notify_all()
+
+    def deliver(self, first_tokens: tuple[int, ...]) -> None:
+        with self.changed:
+            self._first_tokens = first_tokens
             self.changed.notify_all()
 
     def withdraw(self) -> None:

@@ -155,7 +155,7 @@ class EngineLoop:
         self._exchange.by_key[ticket.key] = ticket
         try:
             ours = isinstance(ticket, Intake)
-            params = for_decode(request.sampling, ticket.key) if ours else for_prefill(ticket.key)
+            params = for_decode(request.sampling, ticket.key) if ours else for_prefill(request, ticket.key)
             self._engine_ids[ticket.key] = self._engine.add_request(ticket.key, prompt, params)
         except (TypeError, ValueError, VLLMClientError) as error:
             del self._exchange.by_key[ticket.key]
@@ -185,6 +185,9 @@ class EngineLoop:
         elif isinstance(ticket, Intake):
             self.tokens_sampled += len(completion.token_ids)
             ticket.deliver(TokenStep(tuple(completion.token_ids), completion.finish_reason))
+        elif isinstance(ticket, Export) and ticket.request.first_token:
+            self.tokens_sampled += len(completion.token_ids)
+            ticket.deliver(tuple(completion.token_ids))
 
     def _sweep(self) -> None:
         """Tickets that vLLM has let go of."""

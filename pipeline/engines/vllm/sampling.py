@@ -11,6 +11,7 @@ the chunks or a preemption, and a request continued elsewhere with its emitted t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from pipeline.request import Sampling
+from pipeline.request import Request, Sampling
 
 _DRAW = "crossfill_draw"
 _TICKET = "kv_transfer_params"
@@ -47,8 +48,10 @@ def for_decode(sampling: Sampling, ticket: str) -> SamplingParams:
     )
 
 
-def for_prefill(ticket: str) -> SamplingParams:
-    """P computes the prompt and throws its one greedy token away."""
+def for_prefill(request: Request, ticket: str) -> SamplingParams:
+    """P draws one token: as the request says where D wants it, else a greedy one that is thrown away."""
+    if request.first_token:
+        return for_decode(replace(request.sampling, max_tokens=1), ticket)
     return _params(ticket, temperature=0.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=[], extra={})
 
 

@@ -1,0 +1,124 @@
+"""Record: one handoff as the ledger stores it. Values only; nothing here talks to a server.
+
+A `Snapshot` is the small part (no prompt), read twice a second by everybody who works on a handoff.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline import contract as contracts
+from pipeline import request as requests
+from pipeline.broker.channel import ErrorInfo
+from pipeline.contract import Contract
+from pipeline.handoff import State
+from pipeline.request import Request
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+SMALL = (
+    "state",
+    "route",
+    "policy",
+    "owner",
+    "accept",
+    "recomputed",
+    "at_created",
+    *(f"{role}_{what}" for role in ROLES for what in ("attempt", "worker", "error")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """D's word to one attempt of P: these pages (from `first_page` on) are wanted."""
+
+    prefill_attempt: int
+    decode_attempt: int
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State and fields: marks (`at_*`, broker ms), counters, who works on it."""
+
+    handoff_id: str
+    state: State
+    fields: dict[str, str]
+
+    @property
+    def route(self) -> dict[str, str | None]:
+        return dict(json.loads(self.fields["route"]))
+
+    @property
+    def policy(self) -> str:
+        return self.fields["policy"]
+
+    @property
+    def accept(self) -> Accept | None:
+        text = self.fields.get("accept")
+        return Accept(*map(int, text.split("."))) if text else None
+
+    @property
+    def recomputed(self) -> str | None:
+        """Why D gave up on P's pages and computes the prompt itself."""
+        return self.fields.get("recomputed")
+
+    def number(self, name: str) -> int:
+        return int(float(self.fields.get(name, 0)))
+
+    def worker(self, role: Role) -> str | None:
+        """`replica@incarnation` that takes part now."""
+        return self.fields.get(f"{role}_worker")
+
+    def error(self, role: Role) -> ErrorInfo | None:
+        """What the last attempt of `role` failed with."""
+        text = self.fields.get(f"{role}_error")
+        return ErrorInfo(**json.loads(text)) if text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Snapshot):
+    """All of it."""
+
+    request: Request
+    contract: Contract
+
+
+def snapshot(handoff_id: str, values: list[bytes | None]) -> Snapshot | None:
+    """From the answer to HMGET of SMALL; None when the record is gone."""
+    fields = {name: value.decode() for name, value in zip(SMALL, values, strict=True) if value is not None}
+    state = fields.pop("state", None)
+    return Snapshot(handoff_id, State(state), fields) if state else None
+
+
+def record(handoff_id: str, raw: dict[str, str]) -> Record:
+    """From all fields of the hash. Raises KeyError, TypeError or ValueError when they are not a record."""
+    fields = {name: value for name, value in raw.items() if name not in ("state", "request", "contract")}
+    return Record(
+        handoff_id=handoff_id,
+        state=State(raw["state"]),
+        fields=fields,
+        request=requests.decode(raw["request"]),
+        contract=contracts.decode(raw["contract"]),
+    )
+
+
+def trace(record: Record) -> dict[str, Any]:
+    """What may be shown of a handoff, no text. `marks_ms` count from its creation, by the broker's clock."""
+    start = float(record.fields.get("at_created", 0.0))
+    stamps = {k[3:]: float(v) for k, v in record.fields.items() if k.startswith("at_")}
+    marks = {name: round(at - start, 3) for name, at in stamps.items()}
+    counts = {k: record.number(k) for k in ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")}
+    return {
+        "handoff_id": record.handoff_id,
+        "state": record.state.value,
+        "route": record.route,
+        "prompt_tokens": len(record.request.token_ids),
+        **counts,
+        "attempts": {role: record.number(f"{role}_attempt") for role in ROLES},
+        "recomputed": record.recomputed,
+        "error": record.fields.get("error"),
+        "marks_ms": dict(sorted(marks.items(), key=lambda item: item[1])),
+    }

@@ -1,0 +1,272 @@
+"""SglangEngine: one of the two roles of `engines/base.py` on SGLang (0.5.17 to 0.5.23; CPU or CUDA).
+
+SGLang is started for prefill or for decode. As P it computes prompts and draws their first token; as D it only goes on
+from KV and a first token (`can_prefill` is False), so it is always given a P. When its scheduler process dies every
+request fails at once and `failure` says so: the worker must leave, since SGLang cannot be restarted in place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import secrets
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import read_contract
+from pipeline.contract import Contract
+from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
+from pipeline.engines.sglang.admission import SglangAdmission
+from pipeline.engines.sglang.link import Link
+from pipeline.engines.sglang.message import Message
+from pipeline.engines.sglang.prefill import SglangPrefill
+from pipeline.engines.sglang.server import Server
+from pipeline.engines.sglang.ticket import Ticket
+from pipeline.errors import ConfigError, CrossfillError, DeadlineError, EngineError
+from pipeline.page import PAGE_TOKENS
+from pipeline.request import Request, Sampling
+from pipeline.settings import EngineSettings
+
+if importlib.util.find_spec("sglang") is None:
+    raise ImportError("SGLang is not in this environment")
+
+# SGLang keeps a few tokens of its context window for itself; we let it have these and keep to ours.
+_MARGIN_TOKENS = 8
+_ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
+_SEED_SPACE = 1 << 64
+
+
+class SglangEngine:
+    """Loads the checkpoint directory; blocks until SGLang is ready. Construct it in the main thread.
+
+    Raises ConfigError: the role is "both", a model that SGLang cannot load, a pool too small for one page.
+    """
+
+    name = "sglang"
+
+    def __init__(self, checkpoint: Path, settings: EngineSettings) -> None:
+        if settings.role == "both":
+            raise ConfigError(
+                "SGLang serves one role per process: describe two workers, one with role = 'prefill' and one with "
+                "role = 'decode'"
+            )
+        self._role = settings.role
+        self._contract = read_contract(checkpoint, context_length=settings.context_length)
+        self._settings = settings
+        self._pages = settings.kv_cache_bytes // self._contract.page_shape.page_bytes
+        if self._pages < 1:
+            page_bytes = self._contract.page_shape.page_bytes
+            raise ConfigError(f"kv_cache_bytes = {settings.kv_cache_bytes} holds no page: set {page_bytes} or more")
+        self._limit = min(self._contract.context_length, self._pages * PAGE_TOKENS - _MARGIN_TOKENS)
+        self._rooms = itertools.count(1)
+        self._lock = threading.Lock()
+        self._live: dict[int, Ticket] = {}
+        self._backlog: deque[SglangPrefill] = deque()
+        self._generation = 0
+        self._prompt_tokens_computed = 0
+        self._tokens_sampled = 0
+        self._failure: CrossfillError | None = None
+        self.link = Link(self._contract.page_shape, self._route, self._lost)
+        try:
+            self._server = Server(checkpoint, self._role, self.link.address, self._arguments())
+            if not self.link.wait_attached(_ATTACH_S):
+                raise ConfigError("SGLang started without Crossfill's plug-in in its scheduler")
+        except BaseException:
+            self.link.close()
+            raise
+
+    @property
+    def contract(self) -> Contract:
+        return self._contract
+
+    @property
+    def capabilities(self) -> Capabilities:
+        decodes = self._role == "decode"
+        return Capabilities(
+            can_prefill=not decodes, needs_first_token=decodes, max_running=self._settings.max_running
+        )
+
+    @property
+    def failure(self) -> CrossfillError | None:
+        return self._failure
+
+    def prefill(self, request: Request) -> SglangPrefill:
+        """Raises EngineError at once for a prompt that can never fit, in the wrong role, or when SGLang is dead."""
+        self._require_role("prefill")
+        self._require_fit(request)
+        ticket = SglangPrefill(next(self._rooms), request, self)
+        with self._lock:
+            self._require_alive()
+            self._live[ticket.room] = ticket
+            self._backlog.append(ticket)
+        self.moved()
+        return ticket
+
+    def admit(
+        self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
+    ) -> SglangAdmission:
+        """Raises DeadlineError, EngineError for a request that can never fit, in the wrong role, or `local`."""
+        self._require_role("decode")
+        if local or not request.first_token:
+            raise EngineError("SGLang in decode mode computes no prompts: it needs all of the KV and P's first token")
+        self._require_fit(request)
+        limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
+        ticket = SglangAdmission(next(self._rooms), request, self, limit)
+        with self._lock:
+            self._require_alive()
+            self._live[ticket.room] = ticket
+        self._server.start(ticket, _sampling(request.sampling, limit), self._cache_key(request))
+        try:
+            admitted = wait_in_slices(ticket.wait_admitted, timeout_s, check)
+        except BaseException:
+            ticket.close()
+            raise
+        if not admitted:
+            ticket.close()
+            raise DeadlineError(f"SGLang had no room for {len(request.token_ids)} tokens within {timeout_s:g} s")
+        return ticket
+
+    def stats(self) -> EngineStats:
+        """Free pages are 0 once SGLang is dead."""
+        try:
+            free, cached = self.link.measure()
+        except EngineError:
+            free, cached = 0, 0
+        with self._lock:
+            self._sweep()
+            live = list(self._live.values())
+            return EngineStats(
+                running=len(live),
+                held_pages=sum(ticket.kept_pages for ticket in live),
+                cached_pages=cached,
+                free_pages=free,
+                prompt_tokens_computed=self._prompt_tokens_computed,
+                tokens_sampled=self._tokens_sampled,
+            )
+
+    def reset_prefix_cache(self) -> None:
+        """SGLang refuses to forget while anything runs; another generation's key makes it forget in effect."""
+        self._generation += 1
+        self._server.flush()
+
+    def close(self) -> None:
+        """Fail what is left and end SGLang's processes. Idempotent."""
+        self._die(EngineError("the engine was closed"))
+        self._server.close()
+        self.link.close()
+
+    # What tickets ask.
+
+    def abort(self, ticket: Ticket) -> None:
+        with self._lock:
+            waiting = ticket in self._backlog
+            if isinstance(ticket, SglangPrefill) and waiting:
+                self._backlog.remove(ticket)
+        if waiting:
+            ticket.end()
+        elif self._failure is None:
+            self._server.abort(ticket)
+        self.moved()
+
+    def moved(self) -> None:
+        """Start prompts while unread pages leave room under the quota; the first always, however long."""
+        with self._lock:
+            self._sweep()
+            while self._backlog and self._failure is None and self._may_start(self._backlog[0]):
+                ticket = self._backlog.popleft()
+                sampling = _sampling(ticket.request.sampling, 1)
+                self._server.start(ticket, sampling, self._cache_key(ticket.request))
+
+    # Under the lock.
+
+    def _may_start(self, ticket: SglangPrefill) -> bool:
+        waiting = set(self._backlog)
+        held = sum(one.kept_pages for one in self._live.values() if one not in waiting)
+        return not held or held + ticket.pages <= self._settings.held_pages
+
+    def _sweep(self) -> None:
+        """Count and let go of what SGLang has let go of."""
+        for room, ticket in list(self._live.items()):
+            if not ticket.ended:
+                continue
+            del self._live[room]
+            if isinstance(ticket, SglangPrefill):
+                self._prompt_tokens_computed += ticket.computed_tokens
+                self._tokens_sampled += len(ticket.first_tokens)
+            elif isinstance(ticket, SglangAdmission):
+                self._tokens_sampled += ticket.tokens_sampled
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # The link's thread.
+
+    def _route(self, message: Message) -> None:
+        ticket = self._live.get(message.room)
+        if ticket is not None:
+            ticket.on_message(message)
+
+    def _lost(self) -> None:
+        self._die(EngineError("SGLang's scheduler process has ended"))
+
+    def _die(self, error: CrossfillError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            left = list(self._live.values())
+            self._backlog.clear()
+        for ticket in left:
+            ticket.fail(error)
+            ticket.end()
+
+    def _require_role(self, role: str) -> None:
+        if self._role != role:
+            raise EngineError(f"this SGLang was started for {self._role}, not for {role}")
+
+    def _require_fit(self, request: Request) -> None:
+        tokens = len(request.token_ids)
+        if tokens >= self._limit:  # one place is for the first token
+            setting = "context_length" if self._limit == self._contract.context_length else "kv_cache_bytes"
+            raise EngineError(
+                f"a prompt of {tokens} tokens can never run here: {setting} allows {self._limit - 1}, raise it"
+            )
+        if not all(0 <= token < self._contract.vocab_size for token in request.token_ids):
+            raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
+
+    def _cache_key(self, request: Request) -> str:
+        return f"{self._generation}/{request.salt}"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "chunked_prefill_size": self._settings.chunk_tokens,
+            "max_running_requests": self._settings.max_running,
+            "max_total_tokens": self._pages * PAGE_TOKENS,
+            "context_length": self._contract.context_length + _MARGIN_TOKENS,
+            "random_seed": secrets.randbits(31),
+        }
+
+
+def _sampling(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
+    """Every field explicit, so that no default of SGLang or of a `generation_config.json` leaks in.
+
+    Stop ids are not SGLang's business: it would add the checkpoint's own. A seed is always given: see the plug-in.
+    """
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _SEED_SPACE
+    return {
+        "max_new_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": max(sampling.top_p, 1e-6),  # SGLang refuses 0; the best token stays either way
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop": None,
+        "stop_token_ids": None,
+        "ignore_eos": True,
+        "sampling_seed": seed - _SEED_SPACE if seed >= _SEED_SPACE >> 1 else seed,  # as a signed 64-bit number
+    }

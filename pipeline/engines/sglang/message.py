@@ -1,0 +1,51 @@
+"""Message: what worker and plug-in say to each other, one fixed-size packet each over a local SOCK_SEQPACKET socket.
+
+Control only: pages go through the ring. The worker owns the ring's slots and asks for every copy, so a free slot is the
+backpressure, nobody's page waits in a slot, and each handoff has at most the copies its job asked for. `room` names a
+request (never 0), `page` is the index of a page in its prompt.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+ADDRESS = "CROSSFILL_SGLANG_ADDRESS"  # environment variable: where the plug-in finds its worker; unset, it does nothing
+
+_LAYOUT = struct.Struct("<BBxxIQq")
+SIZE = _LAYOUT.size
+
+
+class Kind(IntEnum):
+    # The worker's
+    COPY = 1  # between `page` and `slot`: out of the KV pool on P, into it on D
+    RELEASE = 2  # P: every wanted page was copied, the blocks may go
+    COMMIT = 3  # D: every page is there, `value` is P's first token
+    MEASURE = 4
+    # The plug-in's
+    HELLO = 16  # its pool has the worker's page shape
+    READY = 17  # P: pages [0, page) are computed
+    FIRST = 18  # P: the prompt is computed, `value` is the token drawn behind it
+    ADMITTED = 19  # D: there is room; the leading `page` pages are held and pinned
+    COPIED = 20
+    REFUSED = 21  # COPY: the request has ended or was aborted, nothing was copied
+    GAUGES = 22  # `page` pages are free or could be evicted, `value` of these are cached
+
+
+class Message(NamedTuple):
+    kind: Kind
+    room: int = 0
+    page: int = 0
+    value: int = 0
+    slot: int = 0
+
+
+def encode(message: Message) -> bytes:
+    return _LAYOUT.pack(message.kind, message.slot, message.page, message.room, message.value)
+
+
+def decode(packet: bytes) -> Message:
+    """Raises ValueError or struct.error when `packet` is not a message."""
+    kind, slot, page, room, value = _LAYOUT.unpack(packet)
+    return Message(Kind(kind), room, page, value, slot)

@@ -1,0 +1,113 @@
+"""Station: the plug-in's end of the connection to the worker. One thread does what the worker asks, in order.
+
+It shares the interpreter with SGLang's scheduler, whose loop spins while transfers are under way: see `breathe`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from pipeline.engines.sglang import message as messages
+from pipeline.engines.sglang.link import SHAPE
+from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.ring import Ring
+from pipeline.page import PageArray, PageShape
+
+_log = logging.getLogger(__name__)
+_BREATH_S = 0.0002
+_IDLE_S = 0.001  # what a page waits at most while nothing is computed
+
+
+class Transfer(Protocol):
+    """One request's pages, as SGLang sees them. All three are called on the station's thread."""
+
+    def copy(self, page: int, slot: PageArray) -> bool:
+        """False when the request has ended: nothing was touched."""
+        ...
+
+    def obey(self, message: Message) -> None:
+        """RELEASE or COMMIT."""
+        ...
+
+    def lose(self) -> None:
+        """The worker is gone."""
+        ...
+
+
+class Station:
+    """Connects to the worker's abstract socket, which sends the ring and the page shape. `measure` answers MEASURE."""
+
+    def __init__(self, address: str, measure: Callable[[], tuple[int, int]]) -> None:
+        self._measure = measure
+        self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._peer.connect(f"\0{address}")
+        packet, fds, _, _ = socket.recv_fds(self._peer, SHAPE.size, 1)
+        self.shape = PageShape(*SHAPE.unpack(packet))
+        self._ring = Ring(fds[0], self.shape)
+        self._transfers: dict[int, Transfer] = {}
+        self._lock = threading.Lock()
+        self._busy = False
+        self._breathed = 0.0
+
+    def start(self) -> None:
+        """Say hello and begin to serve."""
+        threading.Thread(target=self._serve, name="crossfill-station", daemon=True).start()
+        self.say(Message(Kind.HELLO))
+
+    def add(self, room: int, transfer: Transfer) -> None:
+        with self._lock:
+            self._transfers[room] = transfer
+
+    def remove(self, room: int) -> None:
+        with self._lock:
+            self._transfers.pop(room, None)
+
+    def say(self, message: Message) -> None:
+        with suppress(OSError):  # the worker is gone: the serving thread sees it too, and this process ends with it
+            self._peer.sendall(messages.encode(message))
+
+    def breathe(self, *, idle: bool) -> None:
+        """Called from the scheduler's loop, for every transfer that it polls: let our thread have the interpreter.
+
+        Python takes it from a spinning thread every 5 ms only, and a page is dozens of small copies.
+        """
+        now = time.monotonic()
+        if (self._busy or idle) and now - self._breathed > _IDLE_S:
+            time.sleep(_IDLE_S if idle else _BREATH_S)
+            self._breathed = time.monotonic()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while packet := self._peer.recv(messages.SIZE):
+                self._busy = True
+                self._take(messages.decode(packet))
+                self._busy = False
+        with self._lock:
+            left = list(self._transfers.values())
+        for transfer in left:
+            transfer.lose()
+
+    def _take(self, message: Message) -> None:
+        with self._lock:
+            transfer = self._transfers.get(message.room)
+        if message.kind is Kind.MEASURE:
+            free, cached = self._measure()
+            self.say(Message(Kind.GAUGES, page=free, value=cached))
+        elif message.kind is Kind.COPY:
+            done = transfer is not None and self._copy(transfer, message)
+            self.say(message._replace(kind=Kind.COPIED if done else Kind.REFUSED))
+        elif transfer is not None:
+            transfer.obey(message)
+
+    def _copy(self, transfer: Transfer, message: Message) -> bool:
+        try:
+            return transfer.copy(message.page, self._ring.slots[message.slot])
+        except Exception:  # the worker must get an answer: it waits for one
+            _log.exception("page %d of room %d", message.page, message.room)
+            return False

@@ -1,0 +1,185 @@
+"""Server: SGLang's own engine, and the one thread whose event loop follows every request in it.
+
+SGLang starts its scheduler as a child process and installs signal handlers that kill this process when that child
+dies; both are kept away: the loop runs on a thread of its own, and the one signal that children send is noted only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from pipeline.engines.sglang.message import ADDRESS
+from pipeline.engines.sglang.ticket import Ticket
+from pipeline.errors import ConfigError, EngineError
+from pipeline.page import PAGE_TOKENS
+
+_log = logging.getLogger(__name__)
+BACKEND = "crossfill"
+_ABORT_AGAIN_S = 0.5  # an abort that SGLang's front had no request for yet is dropped: say it again
+_HOST, _PORT = "127.0.0.1", 8998  # of a bootstrap server that does not exist: the plug-in needs none
+# SGLang reads these. An operator's own values win.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # its own limit lies a little above ours: see `engine`
+}
+_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+}
+
+
+class Server:
+    """Loads the model; blocks until SGLang is ready (30 to 140 s). Only in the main thread may it set its signal handler.
+
+    `arguments` are `ServerArgs` fields beside those that follow from the device. Raises ConfigError.
+    """
+
+    def __init__(self, checkpoint: Path, role: str, address: str, arguments: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-loop", daemon=True)
+        os.environ[ADDRESS] = address
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            self._engine = _build(checkpoint, role, arguments)
+        finally:
+            del os.environ[ADDRESS]  # the scheduler has its copy
+        self._manager = self._engine.tokenizer_manager
+        self._thread.start()
+
+    # Any thread; these return at once.
+
+    def start(self, ticket: Ticket, sampling: dict[str, Any], cache_key: str) -> None:
+        self._post(self._follow(ticket, sampling, cache_key))
+
+    def abort(self, ticket: Ticket) -> None:
+        """Have SGLang drop it, repeated until its stream has ended."""
+        self._post(self._abort(ticket))
+
+    def flush(self) -> None:
+        """Forget cached prefixes, where nothing runs; SGLang refuses otherwise. Waits for that."""
+        asyncio.run_coroutine_threadsafe(self._manager.flush_cache(), self._loop).result()
+
+    def close(self) -> None:
+        """Kill SGLang's processes, which is how it ends, and the loop."""
+        self._engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _post(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # The loop's thread.
+
+    async def _follow(self, ticket: Ticket, sampling: dict[str, Any], cache_key: str) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        try:
+            if not ticket.closed:
+                asked = GenerateReqInput(
+                    rid=ticket.rid,
+                    input_ids=list(ticket.request.token_ids),
+                    sampling_params=sampling,
+                    extra_key=cache_key,
+                    stream=True,
+                    bootstrap_host=_HOST,
+                    bootstrap_port=_PORT,
+                    bootstrap_room=ticket.room,
+                )
+                await _read(ticket, self._manager.generate_request(asked, None))
+        except Exception as error:  # SGLang raises HTTP errors, ValueError and others: each is this request's
+            if not ticket.closed:
+                ticket.fail(EngineError(f"SGLang refuses or failed the request: {getattr(error, 'detail', error)}"))
+        finally:
+            ticket.end()
+
+    async def _abort(self, ticket: Ticket) -> None:
+        while not ticket.ended:
+            self._manager.abort_request(ticket.rid)
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+
+async def _read(ticket: Ticket, outputs: Any) -> None:
+    """Pass on what is new in each output. Its ids are all so far, or only the new ones: the count tells which are new."""
+    seen = 0
+    async for output in outputs:
+        meta = output["meta_info"]
+        count = int(meta["completion_tokens"])
+        ids = list(output["output_ids"])
+        fresh = ids[len(ids) - (count - seen) :] if count > seen else []
+        seen = max(seen, count)
+        reason = meta["finish_reason"]
+        ticket.on_output(fresh, reason and str(reason["type"]), meta)
+        if reason and reason["type"] == "abort" and not ticket.closed:
+            ticket.fail(EngineError(f"SGLang aborted the request: {reason.get('message')}"))
+
+
+def _build(checkpoint: Path, role: str, arguments: dict[str, Any]) -> Any:
+    """SGLang's engine. Warnings of what it imports are silenced: nobody here can act on them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            arguments = {**_CPU, **arguments}
+        import sglang
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import ServerArgs
+
+        load_plugins()
+        _require_plugin()
+        known = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
+        wanted = _common(checkpoint, role) | arguments
+        try:
+            return sglang.Engine(**{name: value for name, value in wanted.items() if name in known})
+        except Exception as error:
+            raise ConfigError(f"SGLang could not load the model: {error}") from error
+
+
+def _common(checkpoint: Path, role: str) -> dict[str, Any]:
+    """What is the same on every device. Versions differ in which of these they know."""
+    return {
+        "model_path": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "dtype": "float16",
+        "page_size": PAGE_TOKENS,
+        "disaggregation_mode": role,
+        "disaggregation_transfer_backend": BACKEND,
+        "disaggregation_decode_enable_radix_cache": role == "decode",
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        # Pages are read on another thread as soon as SGLang says they are sent: its forward must be over by then.
+        "disable_overlap_schedule": True,
+        "sampling_backend": "pytorch",  # the only one that takes seeds
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        "custom_sigquit_handler": _child_failed,
+    }
+
+
+def _require_plugin() -> None:
+    """Raise ConfigError where SGLang did not find our plug-in: it looks at installed packages only."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    if BACKEND not in [member.value for member in TransferBackend]:
+        raise ConfigError(
+            "SGLang does not see Crossfill's plug-in: install Crossfill into SGLang's environment "
+            "(`make env-sglang`, or pip install --no-deps)"
+        )
+
+
+def _child_failed(number: int, _: Any) -> None:
+    """The link sees the same end and fails every request; the worker then leaves by itself."""
+    _log.error("a process of SGLang failed (%s)", signal.Signals(number).name)
