@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help env env-vllm models demo up test check format docs bench clean
+.PHONY: help env env-vllm env-sglang models demo up test check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -14,6 +14,9 @@ env: ## .venv: Crossfill, MLX, development tools
 
 env-vllm: ## .venv-vllm: vLLM (CUDA where there is an NVIDIA GPU, else its CPU build on Linux x86_64)
 	@$(PYTHON) ops/environment.py vllm
+
+env-sglang: ## .venv-sglang: SGLang (CUDA where there is an NVIDIA GPU, else for tests on Linux x86_64)
+	@$(PYTHON) ops/environment.py sglang
 
 models: env ## models/: the sample checkpoint and three tiny ones
 	@$(RUN) model smollm2
@@ -25,7 +28,7 @@ demo: env env-vllm models ## ask a question in both directions and show what mov
 up: env env-vllm models ## run broker, workers and API until Ctrl-C
 	@$(RUN) up $(ARGS)
 
-test: env env-vllm models ## every test, in both environments; one closing line
+test: env env-vllm env-sglang models ## every test, in all environments; one closing line
 	@$(VENV)/python ops/suite.py $(ARGS)
 
 check: env ## formatting, lint, types, layers, generated pages
@@ -46,5 +49,5 @@ bench: env env-vllm models ## benchmarks (ARGS names one)
 	@$(VENV)/python -m bench $(ARGS)
 
 clean: ## remove everything that was built; checkpoints in models/ too
-	rm -rf .venv .venv-vllm .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-sglang .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
-"""Environment: builds `.venv` (everything but vLLM) or `.venv-vllm`, with one line per step and its time.
+"""Environment: builds `.venv` (MLX and all tools), `.venv-vllm` or `.venv-sglang`, with one line per step and its time.
 
-Run as `python3 ops/environment.py core|vllm`; standard library only, since nothing is installed
+Run as `python3 ops/environment.py core|vllm|sglang`; standard library only, since nothing is installed
 yet. A stamp holds a digest of the lock files, the interpreter and this file: unchanged means nothing to do.
 """
 
@@ -19,9 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / ".venv"
 VLLM = ROOT / ".venv-vllm"
+SGLANG = ROOT / ".venv-sglang"
 LOGS = ROOT / ".run"
 REQUIREMENTS = Path("ops/requirements")
 VLLM_LOCK = REQUIREMENTS / "vllm-cpu.txt"
+SGLANG_LOCK = REQUIREMENTS / "sglang-cpu.txt"
+SGLANG_CPU = Path("tests/ops/sglang_cpu")  # makes SGLang importable without a GPU; never installed beside one
 SAMPLE_LOCK = REQUIREMENTS / "sample.txt"
 BLAS_SCRIPT = Path("ops/cpu/build_blas_shim.py")
 OLDEST = (3, 11)
@@ -99,18 +102,45 @@ def build_vllm() -> None:
     if _has_nvidia():
         step.run("Crossfill and upstream vLLM for CUDA (several GB)", *pip, "-e", ".[vllm,test]")
     else:
-        _install_torch(step, pip)
+        _install_torch(step, pip, VLLM_LOCK)
         step.run("vLLM for the CPU (about 1 GB)", *pip, "--no-deps", "-r", VLLM_LOCK)
         step.run("Crossfill", *pip, "--no-deps", "-e", ".")
     _stamp(VLLM, inputs)
 
 
-def _install_torch(step: Step, pip: Sequence[str | Path]) -> None:
+def build_sglang() -> None:
+    """SGLang for this machine: upstream with an NVIDIA GPU; without one what the tests need, on Linux x86_64."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        print(f"[{SGLANG.name}] no SGLang build is pinned for {platform.system()} {platform.machine()}: left out")
+        return
+    if _fresh(SGLANG, inputs := [SGLANG_LOCK, *_sglang_cpu()]):
+        return
+    step, pip = _environment(SGLANG)
+    if _has_nvidia():
+        step.run("Crossfill and upstream SGLang for CUDA (several GB)", *pip, "-e", ".[sglang,test]")
+    else:
+        _install_torch(step, pip, SGLANG_LOCK)
+        step.run("SGLang for the CPU (about 1 GB)", *pip, "--no-deps", "-r", SGLANG_LOCK)
+        step.run("Crossfill", *pip, "--no-deps", "-e", ".")
+        for path in _sglang_cpu():
+            target = next(SGLANG.glob("lib/python3*/site-packages")) / path.relative_to(SGLANG_CPU)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(ROOT / path, target)
+    _stamp(SGLANG, inputs)
+
+
+def _sglang_cpu() -> list[Path]:
+    return sorted(
+        path.relative_to(ROOT) for path in (ROOT / SGLANG_CPU).rglob("*.p*") if path.suffix in (".py", ".pth")
+    )
+
+
+def _install_torch(step: Step, pip: Sequence[str | Path], lock: Path) -> None:
     """The `+cpu` build: from the configured index where it has one (a mirror may), else from PyTorch's own.
 
     PyPI's build of the same version is linked to CUDA libraries that --no-deps leaves out.
     """
-    wanted = next(line for line in (ROOT / VLLM_LOCK).read_text().splitlines() if line.startswith("torch==")) + "+cpu"
+    wanted = next(line for line in (ROOT / lock).read_text().splitlines() if line.startswith("torch==")) + "+cpu"
     try:
         step.run("PyTorch for the CPU (about 200 MB)", *pip, "--no-deps", wanted)
     except BuildError:
@@ -164,7 +194,7 @@ def _requirements() -> bytes:
 
 
 def main() -> int:
-    builders = {"core": build_core, "vllm": build_vllm}
+    builders = {"core": build_core, "vllm": build_vllm, "sglang": build_sglang}
     if len(sys.argv) != 2 or sys.argv[1] not in builders:
         print(f"usage: {sys.argv[0]} {'|'.join(builders)}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / ".run"
 CORE = ROOT / ".venv"
 VLLM = ROOT / ".venv-vllm"
+SGLANG = ROOT / ".venv-sglang"
 BLAS = CORE / "lib" / "crossfill_blas.so"
 NOTHING_COLLECTED = 5  # pytest's exit status when a filter leaves no test
 
@@ -48,6 +49,8 @@ class Result(NamedTuple):
     status: int  # pytest's own: it also tells of broken collections and of a crash
 
 
+_CORE = ("reference", "mlx")
+_ALL = ("mlx", "vllm", "sglang")
 RANK = {"skipped": 0, "passed": 1, "failed": 2}
 
 
@@ -56,11 +59,12 @@ def plan() -> list[Run]:
     preload = BLAS if BLAS.exists() else None
     both = sys.platform == "linux" and platform.machine() == "x86_64"
     runs = [
-        Run("units and scenarios", CORE, ("tests", "--ignore=tests/engines"), ("mlx", "vllm") if both else ()),
-        Run("engines: reference, MLX", CORE, ("tests/engines", "-k", "not vllm"), ("reference", "mlx"), preload),
+        Run("units and scenarios", CORE, ("tests", "--ignore=tests/engines"), _ALL if both else ()),
+        Run("engines: reference, MLX", CORE, ("tests/engines", "-k", "not vllm and not sglang"), _CORE, preload),
     ]
     if both:
         runs.append(Run("engines: vLLM", VLLM, ("tests/engines", "-k", "vllm"), ("vllm",)))
+        runs.append(Run("engines: SGLang", SGLANG, ("tests/engines", "-k", "sglang"), ("sglang",)))
     return runs
 
 

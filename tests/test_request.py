@@ -26,6 +26,7 @@ REQUESTS = st.builds(
     token_ids=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200).map(tuple),
     sampling=SAMPLINGS,
     salt=st.text(max_size=40),
+    first_token=st.booleans(),
 )
 
 
@@ -42,13 +43,17 @@ def test_the_stored_form() -> None:
     made = Request("h1", (5, 6), Sampling(max_tokens=3, temperature=0.0, stop_token_ids=(2,)), salt="s")
     assert request.encode(made) == (
         '{"handoff_id":"h1","token_ids":[5,6],"sampling":{"max_tokens":3,"temperature":0.0,"top_p":1.0,"top_k":0,'
-        '"seed":null,"stop_token_ids":[2]},"salt":"s"}'
+        '"seed":null,"stop_token_ids":[2]},"salt":"s","first_token":false}'
     )
 
 
 @pytest.mark.parametrize(("tokens", "moved"), [(1, 0), (2, 1), (65, 64), (129, 128)])
 def test_the_last_token_stays_home(tokens: int, moved: int) -> None:
     assert Request("h", tuple(range(tokens)), Sampling(1)).transfer_tokens == moved
+
+
+def test_with_a_first_token_from_outside_the_whole_prompt_moves() -> None:
+    assert Request("h", (5, 6, 7), Sampling(1), first_token=True).transfer_tokens == 3
 
 
 def test_what_the_defaults_mean() -> None:

@@ -57,6 +57,14 @@ class Janitor:
             self.registry.withdraw(name)
 
     def _tend(self, handoff_id: str) -> bool:
+        """One record that cannot be read (a newer version's, say) must not keep all others waiting: its TTL ends it."""
+        try:
+            return self._settle(handoff_id)
+        except (KeyError, TypeError, ValueError) as error:
+            _log.warning("the record of handoff %s is not readable: %s: %s", handoff_id, type(error).__name__, error)
+            return False
+
+    def _settle(self, handoff_id: str) -> bool:
         seen = self.ledger.peek(handoff_id)
         if seen is None:
             self.ledger.release(handoff_id)
@@ -79,7 +87,7 @@ class Janitor:
 
     def _lives(self, worker: str) -> bool:
         """Asked for each one, right before acting: a replica may have registered since."""
-        name, _, incarnation = worker.partition("@")
+        name, _, incarnation = worker.rpartition("@")  # a replica's name may hold the separator, its incarnation not
         return self.registry.holder(name) == incarnation
 
     def _orphaned(self, seen: Snapshot) -> bool:

@@ -1,6 +1,7 @@
 """Machine: the set-up of one computer when no file describes it. Which engines are here decides.
 
 Two engines give both directions; one alone serves as P and as D in two processes, so pages still cross the broker.
+SGLang always takes two: it serves one role per process.
 Nothing is imported to find out: an engine lives in an environment of its own and is looked for in its files.
 """
 
@@ -15,7 +16,12 @@ from pipeline.settings import Settings, WorkerSettings
 
 MODEL = Path("models/smollm2-135m")
 VLLM_ENVIRONMENT = Path(".venv-vllm")
-MODULES = {"vllm": "vllm", "mlx": "mlx_lm"}  # engine -> the package whose folder proves that it is installed
+SGLANG_ENVIRONMENT = Path(".venv-sglang")
+# engine -> the package whose folder proves that it is installed
+MODULES = {"vllm": "vllm", "mlx": "mlx_lm", "sglang": "sglang"}
+TESTS_ONLY = (
+    "crossfill_torchvision"  # beside it SGLang is there for tests: on a CPU it is slow and half of it is missing
+)
 
 
 def describe(model: Path, root: Path, prefix: Path, platform: str) -> Settings:
@@ -30,8 +36,9 @@ def engines(root: Path, prefix: Path, platform: str) -> dict[str, Path]:
     """Engine -> interpreter of its environment. Where one engine is alone, `reference` is the other; MLX on a Mac
     needs no such help."""
     found: dict[str, Path] = {}
-    for engine, environment in (("vllm", root / VLLM_ENVIRONMENT), ("vllm", prefix), ("mlx", prefix)):
-        if engine not in found and _holds(environment, MODULES[engine]):
+    places = {"vllm": [root / VLLM_ENVIRONMENT, prefix], "mlx": [prefix], "sglang": [root / SGLANG_ENVIRONMENT, prefix]}
+    for engine, environments in places.items():
+        if environment := next((one for one in environments if _holds(one, MODULES[engine])), None):
             found[engine] = _python(environment)
     if len(found) < 2 and not (platform == "darwin" and "mlx" in found):
         found["reference"] = _python(prefix)
@@ -39,7 +46,12 @@ def engines(root: Path, prefix: Path, platform: str) -> dict[str, Path]:
 
 
 def _holds(environment: Path, module: str) -> bool:
-    return any(environment.glob(f"lib/python3*/site-packages/{module}/__init__.py"))
+    here = any(environment.glob(f"lib/python3*/site-packages/{module}/__init__.py"))
+    return here and not (module == MODULES["sglang"] and for_tests_only(environment))
+
+
+def for_tests_only(environment: Path) -> bool:
+    return any(environment.glob(f"lib/python3*/site-packages/{TESTS_ONLY}.py"))
 
 
 def _python(environment: Path) -> Path:
@@ -47,10 +59,15 @@ def _python(environment: Path) -> Path:
 
 
 def _workers(found: dict[str, Path], model: Path) -> list[dict[str, Any]]:
-    if len(found) > 1:
-        return [_worker(engine, engine, python, model) for engine, python in found.items()]
-    engine, python = next(iter(found.items()))
-    return [_worker(f"{engine}-{role}", engine, python, model) | {"role": role} for role in ("prefill", "decode")]
+    """One worker in both roles for each engine, or one in each role where it is alone or can do no other."""
+    workers = []
+    for engine, python in found.items():
+        if len(found) > 1 and engine != "sglang":
+            workers.append(_worker(engine, engine, python, model))
+        else:
+            roles = ("prefill", "decode")
+            workers += [_worker(f"{engine}-{role}", engine, python, model) | {"role": role} for role in roles]
+    return workers
 
 
 def _worker(name: str, engine: str, python: Path, model: Path) -> dict[str, Any]:

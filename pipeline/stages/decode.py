@@ -22,7 +22,7 @@ from pipeline.handoff import Attempts, Event
 from pipeline.header import require
 from pipeline.page import PAGE_TOKENS, page_count
 from pipeline.request import Request
-from pipeline.stages.drain import Part, Services, taking_part
+from pipeline.stages.drain import Part, Services, insist, taking_part
 
 
 def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object]:
@@ -34,7 +34,7 @@ def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object
                 part.watch.on_over(admission.close)
                 tokens = _emit(part, admission.decode(first_tokens))
         except HandoffCancelledError:
-            part.watch.look()
+            insist(part.watch.look)  # a broker away just now must not turn a cancel into a failure
             if not part.watch.stopped:  # a stop string is a finish, not a cancel
                 raise
             return {"outcome": "stopped"}

@@ -96,19 +96,19 @@ def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Par
     HandoffCancelledError when the handoff is gone, over, or its API process is dead.
     """
     with services.signals.watch(handoff_id) as watch:
-        attempt, record = _insist(lambda: services.ledger.enter(handoff_id, role, services.worker))
+        attempt, record = insist(lambda: services.ledger.enter(handoff_id, role, services.worker))
         part = Part(services, role, attempt, record, watch)
         try:
             _require_owner(services, record)
             require_equal(services.contract, record.contract)
             yield part
         except (HandoffCancelledError, StaleAttemptError):
-            _insist(lambda: _drained(part))
+            insist(lambda: _drained(part))
             raise
         except Exception as error:
             _failed(part, error)
             raise
-        _insist(lambda: _leave(part))
+        insist(lambda: _leave(part))
 
 
 def _require_owner(services: Services, record: Record) -> None:
@@ -133,13 +133,13 @@ def _failed(part: Part, error: Exception) -> None:
     if not isinstance(error, CrossfillError):
         _log.exception("handoff %s: %s stage", part.handoff_id, part.role)
     if part.role == "decode":
-        _insist(lambda: part.services.ledger.fail(part.handoff_id, info, part.attempt))
-        _insist(lambda: _leave(part))
+        insist(lambda: part.services.ledger.fail(part.handoff_id, info, part.attempt))
+        insist(lambda: _leave(part))
     else:
-        _insist(lambda: _leave(part, info))
+        insist(lambda: _leave(part, info))
 
 
-def _insist(step: Callable[[], T]) -> T:
+def insist(step: Callable[[], T]) -> T:
     """Repeat an idempotent step while the broker is away: a worker that lives must not look as if it still worked.
 
     Raises BrokerError after INSIST_S; by then the record's TTL ends it.

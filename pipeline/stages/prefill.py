@@ -36,9 +36,11 @@ def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str,
 
 
 def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
-    require_wanted(seen)
     accept = seen.accept
-    return accept if accept and accept.prefill_attempt == attempt else None
+    if accept and accept.prefill_attempt == attempt:
+        return accept  # first: where D held every page, it may have committed before we looked
+    require_wanted(seen)
+    return None
 
 
 def _send(part: Part, work: Prefill, accept: Accept) -> dict[str, object]:

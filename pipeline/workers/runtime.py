@@ -66,7 +66,7 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
 def warm_up(engine: Engine, role: str) -> None:
     """Run every path of `role` once: prefill and export, import and decode. Leaves no cached prefix."""
     needs = engine.capabilities
-    sampling = Sampling(max_tokens=2, temperature=0.0)
+    sampling = Sampling(max_tokens=3, temperature=1.0, top_p=0.9, seed=1)  # a seeded draw may be compiled at first use
     request = Request(secrets.token_hex(16), (1,) * _WARM_TOKENS, sampling, first_token=needs.needs_first_token)
     pages = _computed(engine, request) if needs.can_prefill else _blank(engine, request)
     if role != "prefill":
@@ -142,15 +142,18 @@ class Runtime:
     def close(self) -> None:
         """Take nothing new, finish what runs, then leave the registry."""
         self._draining = True
-        with contextlib.suppress(BrokerError, StaleAttemptError):
+        try:
             self._renew()  # the routers look elsewhere from now on
+        except Exception as error:  # of the broker, or of an engine that has ended: what runs must end all the same
+            _log.warning("replica %s cannot say that it drains: %s", self._worker.name, error)
         for taker in self._takers.values():
             taker.request_stop()
         for thread in self._threads:
             thread.join()
         self._stop.set()
         self._heart.join()
-        self._registry.withdraw(self._worker.name)
+        with contextlib.suppress(BrokerError):  # else the lease ends by itself
+            self._registry.withdraw(self._worker.name)
         self._signals.close()
 
     def _make_takers(self) -> dict[str, ConcurrentWorker]:

@@ -51,7 +51,11 @@ def test_what_is_registered_is_listed_by_name(redis_client: Redis) -> None:
     mine.register(VLLM, LONG_S)
     other.register(MLX, 30.0)
     assert Registry(redis_client).list() == [MLX, VLLM]
-    assert [mine.holder("vllm-0"), mine.holder("mlx-0"), mine.holder("x")] == [mine.incarnation, other.incarnation, None]
+    assert [mine.holder("vllm-0"), mine.holder("mlx-0"), mine.holder("x")] == [
+        mine.incarnation,
+        other.incarnation,
+        None,
+    ]
     assert 59_000 < int(redis_client.pttl(keys.replica("vllm-0"))) <= 60_000
     assert mine.expired() == []
 

@@ -51,6 +51,24 @@ def test_workers_follow_what_is_installed(
     assert "url" not in settings.broker.model_fields_set
 
 
+def test_sglang_takes_a_worker_for_each_role(tmp_path: Path, model: Path) -> None:
+    install(tmp_path / ".venv-sglang", "sglang")
+    install(tmp_path / ".venv", "mlx_lm")
+    settings = machine.describe(model, tmp_path, tmp_path / ".venv", "linux")
+    assert [(worker.name, worker.role) for worker in settings.workers] == [
+        ("mlx", "both"),
+        ("sglang-prefill", "prefill"),
+        ("sglang-decode", "decode"),
+    ]
+    assert settings.workers[1].python == tmp_path / ".venv-sglang/bin/python"
+
+
+def test_sglang_for_tests_serves_nobody(tmp_path: Path) -> None:
+    install(tmp_path / ".venv-sglang", "sglang")
+    (tmp_path / ".venv-sglang/lib/python3.11/site-packages/crossfill_torchvision.py").touch()
+    assert list(machine.engines(tmp_path, tmp_path / ".venv", "linux")) == ["reference"]
+
+
 def test_vllm_may_live_beside_us(tmp_path: Path) -> None:
     install(tmp_path / "here", "vllm")
     install(tmp_path / "here", "mlx_lm")

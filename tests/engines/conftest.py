@@ -21,7 +21,7 @@ from pipeline.engines.reference.model import Model
 from pipeline.errors import ConfigError
 from pipeline.page import PageShape
 from pipeline.sample import tiny
-from pipeline.settings import EngineSettings
+from pipeline.settings import EngineSettings, Role
 from tests.engines.flow import Oracle, settles
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -31,17 +31,37 @@ HELD_PAGES = 16
 
 
 class Case(NamedTuple):
-    """Which engine, on which tiny checkpoint."""
+    """Which engine, on which tiny checkpoint, in which role."""
 
     engine: str
     arch: str
+    role: Role = "both"
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.arch}" + ("" if self.role == "both" else f"-{self.role}")
 
 
-def suite_settings(directory: Path) -> EngineSettings:
+# SGLang serves one role at a time: its two halves are two engines to the suite.
+ROLES: dict[str, tuple[Role, ...]] = {"sglang": ("prefill", "decode")}
+CASES = [Case(name, arch, role) for name in ENGINES for role in ROLES.get(name, ("both",)) for arch in ARCHITECTURES]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test runs on engines that have both roles, and with the mark `role(...)` on those that have this one alone."""
+    own = any(mark.args[0] == "case" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "case" in metafunc.fixturenames and not own:
+        mark = metafunc.definition.get_closest_marker("role")
+        roles = {"both", *(mark.args if mark else ())}
+        cases = [case for case in CASES if case.role in roles]
+        metafunc.parametrize("case", cases, indirect=True, ids=str, scope="session")
+
+
+def suite_settings(directory: Path, role: Role = "both") -> EngineSettings:
     """The smallest chunk, and a pool that a few prompts fill."""
     config = checkpoint.read_config(directory)
     page = PageShape(config.layers, config.kv_heads, config.head_dim)
     return EngineSettings(
+        role=role,
         chunk_tokens=64,
         max_running=16,
         kv_cache_bytes=POOL_PAGES * page.page_bytes,
@@ -62,11 +82,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(
-    scope="session",
-    params=[Case(name, arch) for name in ENGINES for arch in ARCHITECTURES],
-    ids=lambda case: f"{case.engine}-{case.arch}",
-)
+@pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Case:
     chosen: Case = request.param
     return chosen
@@ -79,7 +95,7 @@ def directory(case: Case, checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_engine(case: Case, directory: Path) -> Iterator[Engine]:
-    engine = load_or_skip(case.engine, directory, suite_settings(directory))
+    engine = load_or_skip(case.engine, directory, suite_settings(directory, case.role))
     yield engine
     engine.close()
 

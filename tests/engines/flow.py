@@ -31,8 +31,12 @@ def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(int(i) for i in np.random.default_rng(seed).integers(16, 1024, tokens))
 
 
-def request(token_ids: Sequence[int], sampling: Sampling = GREEDY, *, salt: str = "") -> Request:
-    return Request(f"h-{time.monotonic_ns():x}", tuple(token_ids), sampling, salt)
+def request(
+    token_ids: Sequence[int], sampling: Sampling = GREEDY, *, salt: str = "", to: Engine | None = None
+) -> Request:
+    """A request as the API would make it for `to` as its decode engine; by default for one of the usual kind."""
+    first_token = to is not None and to.capabilities.needs_first_token
+    return Request(f"h-{time.monotonic_ns():x}", tuple(token_ids), sampling, salt, first_token)
 
 
 @dataclass(frozen=True)
@@ -75,35 +79,53 @@ class Tally:
                 return  # a tie fell the other way: the two texts have nothing more in common
 
 
-def export(engine: PrefillEngine, order: Request, *, first: int = 0) -> list[Page]:
+class Shipment(list[Page]):
+    """What P sends: its pages, and the first token where one was asked for."""
+
+    first_tokens: tuple[int, ...] = ()
+
+
+def export(engine: PrefillEngine, order: Request, *, first: int = 0) -> Shipment:
     """Prefill, and read every page from `first` on."""
     running = engine.prefill(order)
     try:
         running.skip_to(first)
-        pages = []
+        pages = Shipment()
         for index in range(first, page_count(order.transfer_tokens)):
             assert running.wait_ready(index, PATIENCE_S)
             pages.append(running.read(index))
+        assert running.wait_done(PATIENCE_S)
+        pages.first_tokens = running.first_tokens
+        assert len(pages.first_tokens) == order.first_token
         return pages
     finally:
         running.close()
 
 
-def deliver(engine: DecodeEngine, order: Request, pages: Iterable[Page]) -> tuple[list[int], int, FinishReason | None]:
+def deliver(
+    engine: DecodeEngine, order: Request, pages: Shipment | list[Page]
+) -> tuple[list[int], int, FinishReason | None]:
     """Admit, import what is not held, decode: the token ids, the pages that were held, how it finished."""
+    first_tokens = pages.first_tokens if isinstance(pages, Shipment) else ()
     admission = engine.admit(order, timeout_s=PATIENCE_S)
     try:
         held = admission.held_pages
         import_missing(admission, pages)
-        ids, finish = read_text(admission.decode())
+        ids, finish = read_text(admission.decode(first_tokens))
         return ids, held, finish
     finally:
         admission.close()
 
 
-def hand_over(source: PrefillEngine, target: DecodeEngine, token_ids: Sequence[int]) -> list[int]:
+def computed_on_decode(engine: Engine) -> int:
+    """Prompt tokens that D computes of a prompt that was handed over whole."""
+    return 0 if engine.capabilities.needs_first_token else 1
+
+
+def hand_over(source: PrefillEngine, target: Engine, token_ids: Sequence[int]) -> list[int]:
     """The text of one greedy handoff."""
-    return deliver(target, request(token_ids), export(source, request(token_ids)))[0]
+    order = request(token_ids, to=target)
+    return deliver(target, order, export(source, order))[0]
 
 
 def import_missing(admission: Admission, pages: Iterable[Page]) -> None:

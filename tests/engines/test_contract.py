@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from tests.engines.flow import (
     Tally,
     Waiter,
     compute_locally,
+    computed_on_decode,
     deliver,
     eventually,
     export,
@@ -34,6 +37,7 @@ LEAST_COMPARED = 8  # of 8 tokens x TEXTS
 # Pages
 
 
+@pytest.mark.role("prefill")
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_pages_are_canonical_and_near_the_reference(engine: Engine, twin: Engine, tokens: int) -> None:
     order = request(prompt(tokens))
@@ -54,6 +58,7 @@ def relative_rms(page: Page, wanted: Page) -> float:
     return float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
 
 
+@pytest.mark.role("prefill")
 def test_read_gives_a_fresh_array(engine: Engine) -> None:
     order = request(prompt(200))
     pages = export(engine, order)
@@ -64,6 +69,7 @@ def test_read_gives_a_fresh_array(engine: Engine) -> None:
     assert all(np.array_equal(page.data, data) for page, data in zip(again, kept, strict=False))
 
 
+@pytest.mark.role("prefill")
 def test_pages_can_be_read_while_prefill_runs(engine: Engine) -> None:
     order = request(prompt(2500))
     running = engine.prefill(order)
@@ -78,6 +84,7 @@ def test_pages_can_be_read_while_prefill_runs(engine: Engine) -> None:
         running.close()
 
 
+@pytest.mark.role("prefill")
 def test_skipped_pages_are_given_back(engine: Engine, baseline: EngineStats) -> None:
     order = request(prompt(300))
     running = engine.prefill(order)
@@ -91,8 +98,49 @@ def test_skipped_pages_are_given_back(engine: Engine, baseline: EngineStats) -> 
         running.close()
 
 
+@pytest.mark.role("prefill")
 def test_everything_skipped(engine: Engine) -> None:
     assert export(engine, request(prompt(200)), first=page_count(199)) == []
+
+
+# The whole prompt and a first token, for an engine that computes no prompt token
+
+
+@pytest.mark.role("prefill")
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_the_whole_prompt_and_the_first_token(engine: Engine, twin: Engine, oracle: Oracle, tokens: int) -> None:
+    ids = oracle.sure_prompt(tokens, 1)
+    order = replace(request(ids), first_token=True)
+    for _ in range(2):  # once computed, once with all that can be found in P's own prefix cache
+        pages, expected = export(engine, order), export(twin, order)
+        assert pages.first_tokens == oracle.text(ids, 1).tokens
+        assert [page.tokens for page in pages] == [page_tokens(at, tokens) for at in range(page_count(tokens))]
+        for page, wanted in zip(pages, expected, strict=True):
+            assert relative_rms(page, wanted) <= 5e-3
+            assert not page.data[..., page.tokens :, :].any(), "the padding is not zero"
+
+
+@pytest.mark.role("prefill")
+def test_the_first_token_comes_although_every_page_is_held_elsewhere(engine: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(128, 1)
+    shipment = export(engine, replace(request(ids), first_token=True), first=2)
+    assert (list(shipment), shipment.first_tokens) == ([], oracle.text(ids, 1).tokens)
+
+
+@pytest.mark.role("prefill")
+def test_the_first_token_is_drawn_as_the_request_says(engine: Engine, oracle: Oracle) -> None:
+    ids = oracle.sure_prompt(100)
+
+    def draw(**changes: Any) -> int:
+        sampling = replace(Sampling(max_tokens=8, temperature=2.0), **changes)
+        return export(engine, replace(request(ids, sampling), first_token=True)).first_tokens[0]
+
+    drawn = {seed: draw(seed=seed) for seed in range(6)}
+    assert len(set(drawn.values())) > 1
+    assert draw(seed=3) == drawn[3]
+    best = oracle.text(ids, 1).tokens[0]
+    assert draw(top_k=1) == draw(temperature=0.0) == draw(seed=5, top_p=1e-6) == best
+    assert draw(temperature=0.0, stop_token_ids=(best,)) == best
 
 
 # Text
@@ -113,6 +161,7 @@ def test_handoff_to_itself(engine: Engine, oracle: Oracle, tokens: int) -> None:
     assert tally.compared >= LEAST_COMPARED
 
 
+@pytest.mark.role("prefill")
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_handoff_to_the_reference(engine: Engine, twin: Engine, oracle: Oracle, tokens: int) -> None:
     tally = Tally()
@@ -124,15 +173,16 @@ def test_handoff_to_the_reference(engine: Engine, twin: Engine, oracle: Oracle, 
     assert tally.compared >= LEAST_COMPARED
 
 
+@pytest.mark.role("decode")
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_handoff_from_the_reference(engine: Engine, twin: Engine, oracle: Oracle, tokens: int) -> None:
     tally = Tally()
     for seed in range(TEXTS):
-        order = request(prompt(tokens, seed))
+        order = request(prompt(tokens, seed), to=engine)
         before = engine.stats().prompt_tokens_computed
         ids, held, finish = deliver(engine, order, export(twin, order))
         assert (held, finish) == (0, "length")
-        assert engine.stats().prompt_tokens_computed - before == 1
+        assert engine.stats().prompt_tokens_computed - before == computed_on_decode(engine)
         tally.compare(ids, oracle.text(order.token_ids))
     assert tally.compared >= LEAST_COMPARED
 
@@ -149,14 +199,16 @@ def test_local(engine: Engine, oracle: Oracle, tokens: int) -> None:
     assert tally.compared >= LEAST_COMPARED
 
 
+@pytest.mark.role("decode")
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_wrong_page_changes_the_text(engine: Engine, twin: Engine, oracle: Oracle, index: int) -> None:
     ids = oracle.sure_prompt(180)
-    pages, others = export(twin, request(ids)), export(twin, request(prompt(180, seed=77)))
-    assert deliver(engine, request(ids), pages)[0] == list(oracle.text(ids).tokens)
+    order = request(ids, to=engine)
+    pages, others = export(twin, order), export(twin, request(prompt(180, seed=77), to=engine))
+    assert deliver(engine, order, pages)[0] == list(oracle.text(ids).tokens)
     engine.reset_prefix_cache()
     pages[index] = others[index]
-    assert deliver(engine, request(ids), pages)[0] != list(oracle.text(ids).tokens)
+    assert deliver(engine, order, pages)[0] != list(oracle.text(ids).tokens)
 
 
 def test_many_at_once(engine: Engine, twin: Engine, oracle: Oracle) -> None:
@@ -173,37 +225,43 @@ def test_many_at_once(engine: Engine, twin: Engine, oracle: Oracle) -> None:
 # Prefix hits
 
 
+@pytest.mark.role("decode")
 def test_the_same_prompt_again_is_held(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(130)
-    pages = export(twin, request(ids))
-    assert deliver(engine, request(ids), pages)[1] == 0
+    order = request(ids, to=engine)
+    pages = export(twin, order)
+    assert deliver(engine, order, pages)[1] == 0
     before = engine.stats().prompt_tokens_computed
-    text, held, _ = deliver(engine, request(ids), pages)
+    text, held, _ = deliver(engine, order, pages)
     assert held == 2
     assert text == list(oracle.text(ids).tokens)
-    assert engine.stats().prompt_tokens_computed - before == 1
+    assert engine.stats().prompt_tokens_computed - before == computed_on_decode(engine)
 
 
+@pytest.mark.role("decode")
 def test_a_shared_prefix_is_held(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(250)
     other = oracle.sure_prompt(260, shared=ids[:150])
-    deliver(engine, request(ids), export(twin, request(ids)))
-    text, held, _ = deliver(engine, request(other), export(twin, request(other)))
+    hand_over(twin, engine, ids)
+    order = request(other, to=engine)
+    text, held, _ = deliver(engine, order, export(twin, order))
     assert held == 2
     assert text == list(oracle.text(other).tokens)
 
 
+@pytest.mark.role("decode")
 def test_nothing_is_held_across_salts_or_after_a_reset(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(200)
-    pages = export(twin, request(ids))
-    deliver(engine, request(ids, salt="a"), pages)
-    assert deliver(engine, request(ids, salt="b"), pages)[1] == 0
-    assert deliver(engine, request(ids, salt="a"), pages)[1] == 3
+    pages = export(twin, request(ids, to=engine))
+    deliver(engine, request(ids, salt="a", to=engine), pages)
+    assert deliver(engine, request(ids, salt="b", to=engine), pages)[1] == 0
+    assert deliver(engine, request(ids, salt="a", to=engine), pages)[1] == 3
     engine.reset_prefix_cache()
     assert engine.stats().cached_pages == 0
-    assert deliver(engine, request(ids, salt="a"), pages)[1] == 0
+    assert deliver(engine, request(ids, salt="a", to=engine), pages)[1] == 0
 
 
+@pytest.mark.role("prefill")
 def test_prefill_reuses_what_it_computed(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(200)
     export(engine, request(ids))
@@ -256,21 +314,25 @@ def test_top_k_bounds_the_choice(engine: Engine, oracle: Oracle) -> None:
     assert 1 < len(set(drawn)) <= 4
 
 
+@pytest.mark.role("decode")
 def test_a_stop_id_is_emitted_and_ends_the_text(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(100)
     expected = list(oracle.text(ids).tokens)
     stop = expected[3]
     ends = expected.index(stop) + 1
     sampling = Sampling(max_tokens=8, temperature=0.0, stop_token_ids=(5, stop))
-    text, _, finish = deliver(engine, request(ids, sampling), export(twin, request(ids)))
+    order = request(ids, sampling, to=engine)
+    text, _, finish = deliver(engine, order, export(twin, order))
     assert (text, finish) == (expected[:ends], "stop")
 
 
+@pytest.mark.role("decode")
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_max_tokens(engine: Engine, twin: Engine, oracle: Oracle, limit: int) -> None:
     ids = oracle.sure_prompt(100)
     sampling = Sampling(max_tokens=limit, temperature=0.0)
-    text, _, finish = deliver(engine, request(ids, sampling), export(twin, request(ids)))
+    order = request(ids, sampling, to=engine)
+    text, _, finish = deliver(engine, order, export(twin, order))
     assert (text, finish) == (list(oracle.text(ids).tokens)[:limit], "length")
 
 
@@ -283,8 +345,9 @@ def test_tokens_sampled_counts(engine: Engine) -> None:
 # Import
 
 
+@pytest.mark.role("decode")
 def test_pages_must_come_in_order(engine: Engine, twin: Engine) -> None:
-    order = request(prompt(200))
+    order = request(prompt(200), to=engine)
     pages = export(twin, order)
     admission = engine.admit(order)
     try:
@@ -294,8 +357,11 @@ def test_pages_must_come_in_order(engine: Engine, twin: Engine) -> None:
         admission.close()
 
 
+@pytest.mark.role("decode")
 def test_read_only_pages_can_be_imported(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(150)
-    pages = export(twin, request(ids))
-    views = [Page(p.index, p.tokens, np.frombuffer(p.data.tobytes(), np.float16).reshape(p.data.shape)) for p in pages]
-    assert deliver(engine, request(ids), views)[0] == list(oracle.text(ids).tokens)
+    order = request(ids, to=engine)
+    pages = export(twin, order)
+    for at, page in enumerate(pages):
+        pages[at] = replace(page, data=np.frombuffer(page.data.tobytes(), np.float16).reshape(page.data.shape))
+    assert deliver(engine, order, pages)[0] == list(oracle.text(ids).tokens)

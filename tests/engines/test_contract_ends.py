@@ -8,7 +8,7 @@ from pipeline.engines.base import Admission, Engine, EngineStats
 from pipeline.errors import DeadlineError, EngineError, HandoffCancelledError
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Sampling
-from tests.engines.conftest import HELD_PAGES
+from tests.engines.conftest import HELD_PAGES, Case
 from tests.engines.flow import (
     PATIENCE_S,
     Oracle,
@@ -17,6 +17,7 @@ from tests.engines.flow import (
     deliver,
     eventually,
     export,
+    hand_over,
     import_missing,
     prompt,
     read_text,
@@ -30,10 +31,11 @@ from tests.engines.flow import (
 def fill(engine: Engine, admitted: list[Admission]) -> None:
     """Admit until there is no room; the last attempt raises DeadlineError."""
     for seed in range(64):
-        admitted.append(engine.admit(request(prompt(1025, seed)), timeout_s=0.3))
+        admitted.append(engine.admit(request(prompt(1025, seed), to=engine), timeout_s=0.3))
 
 
-def test_admission_times_out_and_recovers(engine: Engine, baseline: EngineStats) -> None:
+@pytest.mark.role("decode")
+def test_admission_times_out_and_recovers(engine: Engine, twin: Engine, baseline: EngineStats) -> None:
     admitted: list[Admission] = []
     with pytest.raises(DeadlineError):
         fill(engine, admitted)
@@ -41,14 +43,15 @@ def test_admission_times_out_and_recovers(engine: Engine, baseline: EngineStats)
     for admission in admitted:
         admission.close()
     assert settles(engine, baseline)
-    assert len(compute_locally(engine, request(prompt(1025)))) == 8
+    assert len(hand_over(twin, engine, prompt(1025))) == 8
 
 
+@pytest.mark.role("decode")
 def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -> None:
     admitted: list[Admission] = []
     with pytest.raises(DeadlineError):
         fill(engine, admitted)
-    waiting = Waiter(lambda: engine.admit(request(prompt(1025, 99)), timeout_s=PATIENCE_S).close())
+    waiting = Waiter(lambda: engine.admit(request(prompt(1025, 99), to=engine), timeout_s=PATIENCE_S).close())
     admitted.pop().close()
     waiting.join()
     for admission in admitted:
@@ -56,10 +59,12 @@ def test_a_waiting_admission_gets_the_room_that_another_leaves(engine: Engine) -
     assert waiting.error is None
 
 
+@pytest.mark.role("prefill", "decode")
 def test_an_engine_that_works_reports_no_failure(engine: Engine) -> None:
     assert engine.failure is None
 
 
+@pytest.mark.role("decode")
 def test_a_waiting_admission_ends_when_its_check_raises(engine: Engine, baseline: EngineStats) -> None:
     admitted: list[Admission] = []
     with pytest.raises(DeadlineError):
@@ -69,47 +74,65 @@ def test_a_waiting_admission_ends_when_its_check_raises(engine: Engine, baseline
         raise HandoffCancelledError("nobody waits for it")
 
     with pytest.raises(HandoffCancelledError, match="nobody waits for it"):
-        engine.admit(request(prompt(1025, 99)), timeout_s=PATIENCE_S, check=gone)
+        engine.admit(request(prompt(1025, 99), to=engine), timeout_s=PATIENCE_S, check=gone)
     for admission in admitted:
         admission.close()
     assert settles(engine, baseline)
 
 
+@pytest.mark.role("decode")
 def test_a_request_that_can_never_fit_is_refused_at_once(engine: Engine) -> None:
-    order = request(prompt(7900))
     with pytest.raises(EngineError, match="kv_cache_bytes"):
-        engine.admit(order, timeout_s=PATIENCE_S)
-    with pytest.raises(EngineError, match="kv_cache_bytes"):
-        engine.prefill(order).wait_ready(0, PATIENCE_S)
+        engine.admit(request(prompt(7900), to=engine), timeout_s=PATIENCE_S)
 
 
-def test_held_pages_hold_back_new_prompts_only(engine: Engine) -> None:
+@pytest.mark.role("prefill")
+def test_a_prompt_that_can_never_fit_is_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine.prefill(request(prompt(7900))).wait_ready(0, PATIENCE_S)
+
+
+@pytest.mark.role("prefill")
+def test_held_pages_hold_back_new_prompts(engine: Engine) -> None:
     first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
     assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
     second = engine.prefill(request(prompt(100, seed=1)))
     assert not second.wait_ready(0, 0.5), "a prompt began though the quota of held pages is used up"
-    assert len(compute_locally(engine, request(prompt(50)))) == 8  # decoding goes on
     first.close()
     assert second.wait_ready(0, PATIENCE_S)
     second.close()
 
 
+def test_held_pages_do_not_hold_back_decoding(engine: Engine) -> None:
+    first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
+    assert first.wait_ready(HELD_PAGES - 1, PATIENCE_S)
+    assert len(compute_locally(engine, request(prompt(50)))) == 8
+    first.close()
+
+
 # Cancel
 
 
-def next_request_is_right(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats) -> bool:
+def next_request_is_right(case: Case, engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats) -> bool:
+    """In every role that the engine has."""
     assert settles(engine, baseline)
     ids = oracle.sure_prompt(130)
-    engine.reset_prefix_cache()
-    expected = list(oracle.text(ids).tokens)
-    arrived = deliver(engine, request(ids), export(twin, request(ids)))[0]
-    engine.reset_prefix_cache()
-    left = deliver(twin, request(ids), export(engine, request(ids)))[0]
-    return arrived == expected and left == expected and settles(engine, baseline)
+    texts = []
+    if case.role != "prefill":
+        engine.reset_prefix_cache()
+        texts.append(hand_over(twin, engine, ids))
+    if case.role != "decode":
+        engine.reset_prefix_cache()
+        texts.append(hand_over(engine, twin, ids))
+    assert settles(engine, baseline)
+    return all(text == list(oracle.text(ids).tokens) for text in texts)
 
 
+@pytest.mark.role("prefill")
 @pytest.mark.parametrize("phase", ["at once", "mid-prefill", "pages unread", "half read"])
-def test_close_of_a_prefill(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str) -> None:
+def test_close_of_a_prefill(
+    case: Case, engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str
+) -> None:
     running = engine.prefill(request(prompt(900)))
     if phase != "at once":
         assert running.wait_ready(0 if phase == "mid-prefill" else 14, PATIENCE_S)
@@ -123,17 +146,20 @@ def test_close_of_a_prefill(engine: Engine, twin: Engine, oracle: Oracle, baseli
         running.wait_ready(14, PATIENCE_S)
     with pytest.raises(HandoffCancelledError):
         running.read(14)
-    assert next_request_is_right(engine, twin, oracle, baseline)
+    assert next_request_is_right(case, engine, twin, oracle, baseline)
 
 
+@pytest.mark.role("decode")
 @pytest.mark.parametrize("phase", ["admitted", "half imported", "imported", "decoding"])
-def test_close_of_an_admission(engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str) -> None:
-    order = request(prompt(400), Sampling(max_tokens=500, temperature=0.0))
+def test_close_of_an_admission(
+    case: Case, engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats, phase: str
+) -> None:
+    order = request(prompt(400), Sampling(max_tokens=500, temperature=0.0), to=engine)
     pages = export(twin, order)
     admission = engine.admit(order)
     import_missing(admission, {"admitted": [], "half imported": pages[:3]}.get(phase, pages))
     if phase == "decoding":
-        steps = admission.decode()
+        steps = admission.decode(pages.first_tokens)
         assert next(steps).token_ids
         admission.close()
         with pytest.raises(HandoffCancelledError):
@@ -142,11 +168,11 @@ def test_close_of_an_admission(engine: Engine, twin: Engine, oracle: Oracle, bas
     admission.close()
     with pytest.raises((HandoffCancelledError, EngineError)):
         admission.import_page(pages[3])
-    assert next_request_is_right(engine, twin, oracle, baseline)
+    assert next_request_is_right(case, engine, twin, oracle, baseline)
 
 
 def test_close_of_a_local_request_in_its_prefill(
-    engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats
+    case: Case, engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats
 ) -> None:
     admission = engine.admit(request(prompt(2000)), local=True)
     waiter = Waiter(lambda: read_text(admission.decode()))
@@ -154,7 +180,7 @@ def test_close_of_a_local_request_in_its_prefill(
     admission.close()
     waiter.join()
     assert isinstance(waiter.error, HandoffCancelledError)
-    assert next_request_is_right(engine, twin, oracle, baseline)
+    assert next_request_is_right(case, engine, twin, oracle, baseline)
 
 
 def test_close_wakes_a_decode_loop(engine: Engine) -> None:
@@ -167,6 +193,7 @@ def test_close_wakes_a_decode_loop(engine: Engine) -> None:
     assert isinstance(waiter.error, HandoffCancelledError)
 
 
+@pytest.mark.role("prefill")
 @pytest.mark.parametrize("call", ["wait_ready", "read"])
 def test_close_wakes_who_waits_for_a_page(engine: Engine, call: str) -> None:
     first = engine.prefill(request(prompt(HELD_PAGES * PAGE_TOKENS + 1)))
@@ -179,15 +206,18 @@ def test_close_wakes_who_waits_for_a_page(engine: Engine, call: str) -> None:
     first.close()
 
 
+@pytest.mark.role("decode")
 def test_neighbours_do_not_notice_a_cancel(engine: Engine, twin: Engine, oracle: Oracle) -> None:
     ids = oracle.sure_prompt(129, 12)
-    order = request(ids, Sampling(max_tokens=12, temperature=0.0))
+    order = request(ids, Sampling(max_tokens=12, temperature=0.0), to=engine)
     pages = export(twin, order)
+    leavers = [request(prompt(90, seed), Sampling(max_tokens=500, temperature=0.0), to=engine) for seed in range(3)]
+    shipments = [export(twin, leaver) for leaver in leavers]
     staying = [Waiter(lambda: deliver(engine, order, pages)[0]) for _ in range(2)]
-    leaving = [engine.admit(request(prompt(90, seed)), local=True) for seed in range(3)]
-    for admission in leaving:
-        steps = admission.decode()
-        next(steps)
+    for leaver, shipment in zip(leavers, shipments, strict=True):
+        admission = engine.admit(leaver)
+        import_missing(admission, shipment)
+        next(iter(admission.decode(shipment.first_tokens)))
         admission.close()
     for waiter in staying:
         waiter.join()

@@ -41,6 +41,14 @@ def test_the_cpu_lock_is_the_upstream_version(project: dict[str, str], vllm: dic
     assert vllm["torch"] == "2.13.0"
 
 
+def test_sglangs_cpu_lock(project: dict[str, str], vllm: dict[str, str]) -> None:
+    lock = pins((ROOT / "ops/requirements/sglang-cpu.txt").read_text().splitlines())
+    shared = (project.keys() & lock.keys()) - {"openai"}  # a client for our tests there, SGLang's own need here
+    assert {"numpy", "redis", "rq", "pydantic", "tokenizers", "pytest", "sglang"} <= shared
+    assert {name: lock[name] for name in shared} == {name: project[name] for name in shared}
+    assert lock["torch"] == vllm["torch"] == "2.13.0"
+
+
 def test_every_line_of_a_lock_is_a_pin() -> None:
     for lock in (ROOT / "ops/requirements").glob("*.txt"):
         lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]

@@ -2,7 +2,7 @@
 
 The first prompt-1 tokens are computed in chunks, then the last token alone: the same sums in the same order as on a
 decode engine that imported the rest, so tokens must be equal, not merely close. The split is made by lowering the
-scheduler's token budget step by step; the prefix cache is off.
+scheduler's token budget step by step; the prefix cache is off. Ours is only the choice of CPU kernels (`linear`).
 
 Runs as a process of its own in vLLM's environment. JSON on stdin: `{"model": dir, "prompts": [[ids], ...],
 "max_tokens": n, "chunk_tokens": n}`; JSON on stdout: `{"outputs": [{"tokens": [...], "margins": [...]}, ...]}` where a
@@ -15,6 +15,10 @@ import json
 import os
 import sys
 from typing import Any
+
+sys.path.insert(0, ".")
+
+from pipeline.engines.vllm import linear
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -80,6 +84,8 @@ def main() -> None:
     os.environ.update(_ENVIRONMENT)
     task = json.load(sys.stdin)
     engine = build(task["model"], task["chunk_tokens"])
+    if linear.wanted("auto"):  # the kernels that the engine under test has on this processor: equal, not merely close
+        linear.widen(engine.model_executor.driver_worker.worker.model_runner.model)
     outputs = [run(engine, prompt, task["max_tokens"], task["chunk_tokens"]) for prompt in task["prompts"]]
     print("\n" + json.dumps({"outputs": outputs}))
 

@@ -84,9 +84,7 @@ class SglangEngine:
     @property
     def capabilities(self) -> Capabilities:
         decodes = self._role == "decode"
-        return Capabilities(
-            can_prefill=not decodes, needs_first_token=decodes, max_running=self._settings.max_running
-        )
+        return Capabilities(can_prefill=not decodes, needs_first_token=decodes, max_running=self._settings.max_running)
 
     @property
     def failure(self) -> CrossfillError | None:
@@ -168,7 +166,6 @@ class SglangEngine:
             ticket.end()
         elif self._failure is None:
             self._server.abort(ticket)
-        self.moved()
 
     def moved(self) -> None:
         """Start prompts while unread pages leave room under the quota; the first always, however long."""

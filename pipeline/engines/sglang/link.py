@@ -137,9 +137,7 @@ class Link:
         """The plug-in's connection. Anybody on this host can find an abstract socket: only our own user may stay."""
         while True:
             peer, _ = self._listener.accept()
-            _, user, _ = _CREDENTIALS.unpack(
-                peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
             if user == os.getuid():
                 break
             peer.close()
@@ -168,10 +166,14 @@ class Link:
     def _end(self) -> None:
         with self._lock:
             self._lost = True
-            left = [*self._copies.values(), *self._measures]
-        for answer in left:
-            if not answer.done():
-                answer.set_exception(EngineError("SGLang's scheduler is gone"))
+            copies, measures = list(self._copies.values()), list(self._measures)
+        gone = EngineError("SGLang's scheduler is gone")
+        for copy in copies:
+            if not copy.done():
+                copy.set_exception(gone)
+        for measure in measures:
+            if not measure.done():
+                measure.set_exception(gone)
         for end in (self._peer, self._listener):
             if end is not None:
                 end.close()

@@ -40,7 +40,7 @@ _CPU = {
 
 
 class Server:
-    """Loads the model; blocks until SGLang is ready (30 to 140 s). Only in the main thread may it set its signal handler.
+    """Loads the model; blocks until SGLang is ready (30 to 140 s). For the main thread: it sets a signal handler.
 
     `arguments` are `ServerArgs` fields beside those that follow from the device. Raises ConfigError.
     """
@@ -73,9 +73,19 @@ class Server:
 
     def close(self) -> None:
         """Kill SGLang's processes, which is how it ends, and the loop."""
+        contexts = self._contexts()
         self._engine.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._post(self._stop())
         self._thread.join()
+        self._loop.close()
+        for context in contexts:
+            context.destroy(linger=0)
+
+    def _contexts(self) -> list[Any]:
+        """ZeroMQ contexts, which SGLang leaves open."""
+        sockets = [getattr(self._manager, name, None) for name in ("recv_from_detokenizer", "send_to_scheduler")]
+        sockets.append(getattr(self._engine, "send_to_rpc", None))
+        return [one.context for one in sockets if hasattr(one, "context")]
 
     def _post(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -104,6 +114,14 @@ class Server:
         finally:
             ticket.end()
 
+    async def _stop(self) -> None:
+        """SGLang's own tasks run for ever."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._loop.stop()
+
     async def _abort(self, ticket: Ticket) -> None:
         while not ticket.ended:
             self._manager.abort_request(ticket.rid)
@@ -111,7 +129,7 @@ class Server:
 
 
 async def _read(ticket: Ticket, outputs: Any) -> None:
-    """Pass on what is new in each output. Its ids are all so far, or only the new ones: the count tells which are new."""
+    """Pass on what is new in each output: its ids are all so far, or only the new ones, and the count tells which."""
     seen = 0
     async for output in outputs:
         meta = output["meta_info"]
@@ -133,6 +151,7 @@ def _build(checkpoint: Path, role: str, arguments: dict[str, Any]) -> Any:
 
         if not torch.cuda.is_available():
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first seeded draw wants a C++ compiler
             arguments = {**_CPU, **arguments}
         import sglang
         from sglang.srt.plugins import load_plugins
@@ -164,7 +183,7 @@ def _common(checkpoint: Path, role: str) -> dict[str, Any]:
         "sampling_backend": "pytorch",  # the only one that takes seeds
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        "log_level": "warning",
+        "log_level": "error",
         "custom_sigquit_handler": _child_failed,
     }
 

@@ -26,7 +26,7 @@ class Host(Protocol):
         ...
 
     def moved(self) -> None:
-        """A page was read or passed over: a prompt that was held back may start."""
+        """A page was read or passed over, or a request has ended: a prompt that was held back may start."""
         ...
 
 
@@ -35,7 +35,9 @@ class Ticket:
 
     def __init__(self, room: int, request: Request, host: Host) -> None:
         self.room = room
-        self.rid = f"crossfill-{room:016x}"  # fixed width: SGLang aborts every request whose id begins with the given one
+        self.rid = (
+            f"crossfill-{room:016x}"  # fixed width: SGLang aborts every request whose id begins with the given one
+        )
         self.request = request
         self.changed = threading.Condition()
         self._host = host
@@ -116,6 +118,7 @@ class Ticket:
                 self._error = self._error or EngineError(f"SGLang ended handoff {self.request.handoff_id} early")
             self._ended = True
             self.changed.notify_all()
+        self._host.moved()
 
     @property
     def _whole(self) -> bool:

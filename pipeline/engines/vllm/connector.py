@@ -1,9 +1,10 @@
-"""Connector: vLLM's hooks (`KVConnectorBase_V1`, vLLM 0.32) over an `Exchange`. Marks and bookkeeping only, no copies.
+"""Connector: vLLM's hooks (`KVConnectorBase_V1`) over an `Exchange`. Marks and bookkeeping only, no copies.
 
 vLLM makes two of these, one beside its scheduler and one beside its worker; here both live on the engine's thread, so
 a step's metadata may hold tickets. Order within a step: the scheduler hooks, `handle_preemptions`, the forward,
 `wait_for_save`, `get_finished`. An exception in a hook would end the engine, so the hooks touch nothing that a
-request could make wrong: pages are checked and copied on the threads of jobs.
+request could make wrong: pages are checked and copied on the threads of jobs. On CUDA a hook runs ahead of the device,
+so each announcement carries a fence: the point in the device's work after which it is true.
 
 Two orders matter. Admissions are announced only in `handle_preemptions`, after withdrawn pages have been waited for:
 their blocks may be the ones that a preemption took, and a job writes into them at once. And pages hit in P's own prefix
@@ -23,9 +24,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from pipeline.contract import decode as decode_contract
 from pipeline.engines.vllm.blocks import BlockPages
+from pipeline.engines.vllm.copier import Copier
 from pipeline.engines.vllm.exchange import Exchange, Ticket, find
 from pipeline.engines.vllm.export import Export
 from pipeline.engines.vllm.intake import Intake
+from pipeline.engines.vllm.table import BlockTable
 from pipeline.page import PAGE_TOKENS, page_count
 
 
@@ -73,6 +76,7 @@ class PageConnector(KVConnectorBase_V1):
         self._exchange: Exchange = find(extra["exchange"])
         self._shape = decode_contract(extra["contract"]).page_shape
         self._admitting: list[Admitting] = []
+        self._table = BlockTable()
 
     # --- scheduler side
 
@@ -104,7 +108,8 @@ class PageConnector(KVConnectorBase_V1):
         for engine_id in scheduler_output.preempted_req_ids or ():
             if isinstance(ticket := tickets.get(engine_id), Export):
                 meta.preempted.append(ticket)
-        scheduled = list(_scheduled(scheduler_output, tickets))
+        self._table.update(scheduler_output)
+        scheduled = list(_scheduled(scheduler_output, tickets, self._table))
         written = {block for one in scheduled for block in one.written}
         for one in scheduled:
             self._note(one, written, meta)
@@ -126,6 +131,7 @@ class PageConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """True keeps the blocks until `get_finished` names the request."""
         ticket = self._exchange.by_engine_id.pop(request.request_id)
+        self._table.drop(request.request_id)
         if isinstance(ticket, Export) and not ticket.released:
             self._exchange.held[request.request_id] = ticket
             return True, None
@@ -137,24 +143,26 @@ class PageConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = sorted(kv_caches, key=extract_layer_index)
-        self._exchange.pages = BlockPages([kv_caches[name] for name in names], self._shape)
+        self._exchange.copier = Copier(BlockPages([kv_caches[name] for name in names], self._shape))
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         for export in kv_connector_metadata.preempted:
             export.withdraw()
+        fence = self._exchange.copier.fence()
         for export, blocks, early, _ in kv_connector_metadata.computing:
-            export.publish(early, blocks)
+            export.publish(early, blocks, fence)
         for intake, held, blocks in kv_connector_metadata.admitting:
-            intake.admit(held, blocks)
+            intake.admit(held, blocks, fence)
 
     def wait_for_save(self) -> None:
-        """On a CPU the forward of this step is over here."""
+        """The forward of this step is queued here; on a CPU it is over."""
         if not self.has_connector_metadata():
             return
+        fence = self._exchange.copier.fence()
         for export, blocks, _, tokens in self._get_connector_metadata().computing:
             transfer = export.request.transfer_tokens
             ready = export.pages if tokens >= transfer else tokens // PAGE_TOKENS
-            export.publish(ready, blocks, done=tokens >= len(export.request.token_ids))
+            export.publish(ready, blocks, fence, done=tokens >= len(export.request.token_ids))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent = self._exchange.take_sent()
@@ -175,13 +183,12 @@ class PageConnector(KVConnectorBase_V1):
         """Nothing: pages are read out of the blocks, when somebody wants them."""
 
 
-def _scheduled(scheduler_output: Any, tickets: dict[str, Ticket]) -> Iterator[Scheduled]:
+def _scheduled(scheduler_output: Any, tickets: dict[str, Ticket], table: BlockTable) -> Iterator[Scheduled]:
     cached = scheduler_output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     for engine_id, tokens in scheduler_output.num_scheduled_tokens.items():
-        blocks = scheduler_output.kv_connector_block_state.get_block_ids(engine_id)[0]
-        yield Scheduled(tickets[engine_id], before[engine_id], before[engine_id] + tokens, blocks)
+        yield Scheduled(tickets[engine_id], before[engine_id], before[engine_id] + tokens, table.blocks(engine_id))
 
 
 def _leading(blocks: list[int], written: set[int]) -> int:

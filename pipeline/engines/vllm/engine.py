@@ -1,4 +1,4 @@
-"""VllmEngine: both roles of `engines/base.py` on vLLM's in-process `LLMEngine` (vLLM 0.32, CPU).
+"""VllmEngine: both roles of `engines/base.py` on vLLM's in-process `LLMEngine` (CUDA: 0.26 on, CPU: 0.32).
 
 The engine's thread (`loop`) steps vLLM; `connector` marks pages from inside a step; `Export` and `Intake` are what jobs
 hold. vLLM keeps process-wide state, so there is one engine per process.
@@ -35,13 +35,15 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers on one host would all be pinned to its first cores
     "HF_HUB_OFFLINE": "1",
 }
+# The pool's size is explicit; all that is left of this number is a check at start that so much of the GPU is free.
+_START_SHARE = 0.1
 
 
 class VllmEngine:
     """Loads the checkpoint directory; blocks until vLLM is ready (10 to 60 s).
 
-    Raises ConfigError: not a CPU build of vLLM, an unknown block layout, a second engine in this process, a model that
-    vLLM cannot load, a pool too small for one page.
+    Raises ConfigError: neither a CUDA nor a CPU build of vLLM, an unknown block layout, a second engine
+    in this process, a model that vLLM cannot load, a pool too small for one page.
     """
 
     name = "vllm"
@@ -146,12 +148,13 @@ class VllmEngine:
             from vllm.platforms import current_platform
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            if not current_platform.is_cpu():
-                raise ConfigError("only CPU builds of vLLM are supported: a device that runs behind could tear a page")
+            device = current_platform.device_type
+            if device not in ("cpu", "cuda"):
+                raise ConfigError(f"vLLM runs on {device!r} here: its KV layout is known for CPU and CUDA only")
             current_platform.import_kernels()
-            verify_layout(self._contract.page_shape)
+            verify_layout(self._contract.page_shape, device)
             engine = LLMEngine.from_engine_args(self._engine_args(checkpoint))
-            if linear.wanted(self._settings.compute_dtype):
+            if device == "cpu" and linear.wanted(self._settings.compute_dtype):
                 linear.widen(engine.model_executor.driver_worker.worker.model_runner.model)
             return engine
 
@@ -175,6 +178,7 @@ class VllmEngine:
             enable_prefix_caching=True,
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=blocks * self._contract.page_shape.page_bytes,
+            gpu_memory_utilization=_START_SHARE,
             disable_hybrid_kv_cache_manager=True,
             async_scheduling=False,
             disable_log_stats=True,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from pipeline.engines.vllm.blocks import BlockPages
+from pipeline.engines.vllm.copier import Copier
 from pipeline.errors import ConfigError, CrossfillError, EngineError, HandoffCancelledError
 from pipeline.request import Request
 
@@ -92,10 +92,10 @@ class Ticket:
         self._require_alive()
         return done
 
-    def _begin_copy(self) -> BlockPages:
+    def _begin_copy(self) -> Copier:
         """Caller holds `changed`."""
         self._copying += 1
-        return self._exchange.pages
+        return self._exchange.copier
 
     def _end_copy(self) -> None:
         with self.changed:
@@ -125,7 +125,7 @@ Command: TypeAlias = Submit | Abort | Reset | Stop
 
 
 class Exchange:
-    """The meeting point of one engine. `pages` is set once vLLM has allocated its KV tensors."""
+    """The meeting point of one engine. `copier` is set once vLLM has allocated its KV tensors."""
 
     def __init__(self) -> None:
         self.id = f"crossfill-{next(_IDS)}"
@@ -134,7 +134,7 @@ class Exchange:
         self.prompt_tokens_computed = 0
         self.progress = False  # the last step ran the model or moved a request on: step again without waiting
         self.held: dict[str, Ticket] = {}  # by vLLM's id: finished, but blocks are kept until `released`
-        self._pages: BlockPages | None = None
+        self._copier: Copier | None = None
         self._changed = threading.Condition()
         self._woken = False
         self._inbox: deque[Command] = deque()
@@ -142,14 +142,14 @@ class Exchange:
         self._received: set[str] = set()
 
     @property
-    def pages(self) -> BlockPages:
-        if self._pages is None:
+    def copier(self) -> Copier:
+        if self._copier is None:
             raise EngineError("vLLM has not allocated its KV blocks yet")
-        return self._pages
+        return self._copier
 
-    @pages.setter
-    def pages(self, pages: BlockPages) -> None:
-        self._pages = pages
+    @copier.setter
+    def copier(self, copier: Copier) -> None:
+        self._copier = copier
 
     def post(self, command: Command) -> None:
         """Hand a command to the engine thread. Raises what ended the engine once it has ended."""

@@ -1,28 +1,47 @@
 """Export: one prompt being computed, the `Prefill` of the vLLM engine.
 
-The engine step only marks pages ready; `read` copies out of vLLM's blocks on the job's thread. A page is copied only
-while it is marked, and `withdraw` (a preemption) waits for copies already running, never for a reader to come.
+The engine step only marks pages ready; `read` copies out of vLLM's blocks on the job's thread, and takes the pages that
+became ready in the same step along. A page is copied only while it is marked, and `withdraw` (a preemption) waits for
+copies already running, never for a reader to come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from pipeline.engines.vllm.copier import Copier, Fence
 from pipeline.engines.vllm.exchange import Exchange, Ticket
 from pipeline.errors import EngineError
-from pipeline.page import Page, page_count, page_tokens, require_finite
+from pipeline.page import Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
+
+
+class Mark(NamedTuple):
+    """Pages [0, ready) are complete once `fence` has passed."""
+
+    ready: int
+    fence: Fence
+
+
+class Batch(NamedTuple):
+    """Pages to copy with one call: a page and those behind it that the same step completed."""
+
+    copier: Copier
+    blocks: list[int]
+    after: Fence
 
 
 class Export(Ticket):
     def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
         super().__init__(key, request, exchange)
         self.pages = page_count(request.transfer_tokens)
-        self._ready = 0  # pages [0, ready) are complete in `_blocks`
+        self._marks: list[Mark] = []  # growing; pages are in `_blocks`
         self._blocks: list[int] = []
+        self._copied: dict[int, PageArray] = {}  # taken along with another page, not read yet
         self._next = 0  # pages before this one were read or skipped
         self._read: set[int] = set()  # read ahead of `_next`
-        self._computed = False
+        self._computed: Fence | None = None  # set with the step that ends the prompt
         self._first_tokens: tuple[int, ...] = ()
 
     # --- the job's side
@@ -35,20 +54,38 @@ class Export(Ticket):
     def read(self, index: int) -> Page:
         """A page that was read or skipped is gone: EngineError."""
         self._require_page(index)
-        with self.changed:
-            self._wait(lambda: index < self._ready)
-            if index < self._next or index in self._read:
-                raise EngineError(f"page {index} was read or skipped already")
-            block, pages = self._blocks[index], self._begin_copy()
-        tokens = page_tokens(index, self.request.transfer_tokens)
-        try:
-            page = Page(index, tokens, pages.read(block, tokens))
-        finally:
-            self._end_copy()
+        source = self._source(index)
+        data = self._copy(index, source) if isinstance(source, Batch) else source
+        page = Page(index, page_tokens(index, self.request.transfer_tokens), data)
+        data[:, :, :, page.tokens :] = 0
         require_finite(page)
         with self.changed:
             self._read.add(index)
         self.skip_to(0)
+        return page
+
+    def _source(self, index: int) -> PageArray | Batch:
+        """The page, when an earlier copy took it along, else what to copy; `_copy` must follow."""
+        with self.changed:
+            self._wait(lambda: index < self._ready)
+            if index < self._next or index in self._read:
+                raise EngineError(f"page {index} was read or skipped already")
+            if (data := self._copied.pop(index, None)) is not None:
+                return data
+            # The step that completed the page, not the last one: that may still run.
+            mark = next(mark for mark in self._marks if index < mark.ready)
+            copier = self._begin_copy()
+            return Batch(copier, self._blocks[index : min(index + copier.batch, mark.ready)], mark.fence)
+
+    def _copy(self, index: int, batch: Batch) -> PageArray:
+        """Page `index`. The batch's other pages are in `_copied` before the copy counts as ended."""
+        try:
+            first, *others = batch.copier.read(batch.blocks, batch.after)
+            with self.changed:
+                self._copied.update(enumerate(others, index + 1))
+        finally:
+            self._end_copy()
+        page: PageArray = first
         return page
 
     def skip_to(self, index: int) -> None:
@@ -57,11 +94,18 @@ class Export(Ticket):
             while self._next in self._read:
                 self._next += 1
             self._read = {ahead for ahead in self._read if ahead > self._next}
+            for passed in [one for one in self._copied if one < self._next]:
+                del self._copied[passed]
         self._exchange.wake()  # blocks to free, or room for a prompt that was held back
 
     def wait_done(self, timeout_s: float) -> bool:
         with self.changed:
-            return self._wait(lambda: self.done, timeout_s)
+            if not self._wait(lambda: self._computed is not None and self._has_token, timeout_s):
+                return False
+            computed = self._computed
+        assert computed is not None
+        computed.wait()  # what is left of one step
+        return True
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
@@ -70,7 +114,15 @@ class Export(Ticket):
     @property
     def done(self) -> bool:
         """The token arrives a little after the last page: vLLM hands it out when the step is over."""
-        return self._computed and len(self._first_tokens) == self.request.first_token
+        return self._computed is not None and self._computed.passed and self._has_token
+
+    @property
+    def _has_token(self) -> bool:
+        return len(self._first_tokens) == self.request.first_token
+
+    @property
+    def _ready(self) -> int:
+        return self._marks[-1].ready if self._marks else 0
 
     def _require_page(self, index: int) -> None:
         if not 0 <= index < self.pages:
@@ -91,12 +143,14 @@ class Export(Ticket):
         """
         return (self._closed or self._next >= self.pages) and not self._copying
 
-    def publish(self, ready: int, blocks: Sequence[int], *, done: bool = False) -> None:
-        """Pages [0, ready) are complete in these blocks."""
+    def publish(self, ready: int, blocks: Sequence[int], fence: Fence, *, done: bool = False) -> None:
+        """Pages [0, ready) are complete in these blocks once `fence` has passed; `done`: so is the prompt."""
         with self.changed:
-            self._ready = max(self._ready, min(ready, self.pages))
+            if self._ready < (ready := min(ready, self.pages)):
+                self._marks.append(Mark(ready, fence))
             self._blocks = list(blocks[: self.pages])
-            self._computed = self._computed or done
+            if done and self._computed is None:
+                self._computed = fence
             self.changed.notify_all()
 
     def deliver(self, first_tokens: tuple[int, ...]) -> None:
@@ -107,6 +161,7 @@ class Export(Ticket):
     def withdraw(self) -> None:
         """A preemption took the blocks: unread pages wait until they are computed again."""
         with self.changed:
-            self._ready = 0
+            self._marks = []
             self._blocks = []
             self.changed.wait_for(lambda: not self._copying)
+            self._copied.clear()

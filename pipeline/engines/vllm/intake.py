@@ -1,8 +1,9 @@
 """Intake: room for one prompt in vLLM's block pool and the decoding that follows, the `Admission` of the vLLM engine.
 
 A request whose prompt is not held waits in vLLM as an asynchronous load: it occupies blocks but no place in the batch.
-Jobs write pages into those blocks; `decode` reports the load as received. Closing before that aborts the request
-first and only then reports the load, so that vLLM frees the blocks without ever hashing them into its prefix cache.
+Jobs write pages into those blocks, a batch at a time, the last batch with the last page; `decode` reports the load as
+received. Closing before that aborts the request first and only then reports the load, so that vLLM frees the blocks
+without ever hashing them into its prefix cache.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from pipeline.engines.base import TokenStep
+from pipeline.engines.vllm.copier import Copier, Fence
 from pipeline.engines.vllm.exchange import Exchange, Ticket
 from pipeline.errors import EngineError
 from pipeline.page import Page, page_count, page_tokens, require_finite
@@ -27,6 +31,9 @@ class Intake(Ticket):
         self._held = 0
         self._next = 0  # the page to import next; == pages when nothing is missing
         self._blocks: list[int] = []
+        self._after = Fence()  # the blocks are ours once it has passed
+        self._staged: torch.Tensor | None = None  # pages of the batch that is being collected
+        self._written = 0  # pages before this one are in their blocks
         self._received = False
         self._steps: deque[TokenStep] = deque()
 
@@ -46,12 +53,22 @@ class Intake(Ticket):
         with self.changed:
             self._require_alive()
             self._require_next(page)
-            block, pages = self._blocks[page.index], self._begin_copy()
+            copier = self._begin_copy()
         try:
-            pages.write(block, page.data)
+            self._stage(page, copier)
             self._next = page.index + 1
         finally:
             self._end_copy()
+
+    def _stage(self, page: Page, copier: Copier) -> None:
+        """Collect the page, and write the batch when it is full or the prompt complete."""
+        if self._staged is None:
+            self._staged = copier.host(min(copier.batch, self.pages - page.index))
+        begin, end = self._written, page.index + 1
+        self._staged.numpy()[page.index - begin] = page.data
+        if end - begin == len(self._staged):
+            copier.write(self._blocks[begin:end], self._staged, self._after)
+            self._staged, self._written = None, end
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
         """`first_tokens` must be empty: vLLM computes the last prompt token and samples every token itself."""
@@ -88,12 +105,16 @@ class Intake(Ticket):
     def admitted(self) -> bool:
         return self._admitted
 
-    def admit(self, held: int, blocks: Sequence[int]) -> None:
-        """The request has blocks. Pages [0, held) are in them; the rest is imported unless vLLM computes it."""
+    def admit(self, held: int, blocks: Sequence[int], after: Fence) -> None:
+        """The request has blocks. Pages [0, held) are in them; the rest is imported unless vLLM computes it.
+
+        Work on the blocks by whoever had them before is over once `after` has passed.
+        """
         with self.changed:
             self._held = held
             self._blocks = list(blocks)
-            self._next = held if self._blocks else self.pages
+            self._next = self._written = held if self._blocks else self.pages
+            self._after = after
             self._admitted = True
             self.changed.notify_all()
 

@@ -30,14 +30,14 @@ def widen(model: torch.nn.Module) -> int:
         weight: Any = layer.weight
         if weight.data_ptr() not in widened:
             widened[weight.data_ptr()] = weight.detach().float()
-        layer.cpu_linear = _product(widened[weight.data_ptr()])  # type: ignore[assignment]
+        layer.cpu_linear = _product(widened[weight.data_ptr()])
     return len(layers)
 
 
 def _is_half_linear(module: Any) -> bool:
     import torch
 
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     return callable(getattr(module, "cpu_linear", None)) and weight.ndim == 2 and weight.dtype is torch.float16
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from vllm.exceptions import VLLMClientError
+from vllm import exceptions as vllm_exceptions
 
 from pipeline.engines.base import TokenStep
 from pipeline.engines.vllm.exchange import Abort, Exchange, Reset, Stop, Submit, Ticket
@@ -24,6 +24,8 @@ from pipeline.errors import ConfigError, CrossfillError, EngineError
 # vLLM has requests but nothing to run: they wait for pages, for room, or to be read. Every such event wakes the loop;
 # the timeout only bounds the harm of one that does not.
 _IDLE_S = 0.1
+# What `add_request` raises for a request that it cannot serve. vLLM 0.26 has no class for it beside ValueError.
+_REFUSALS = (TypeError, ValueError, getattr(vllm_exceptions, "VLLMClientError", ValueError))
 
 
 class EngineLoop:
@@ -157,7 +159,7 @@ class EngineLoop:
             ours = isinstance(ticket, Intake)
             params = for_decode(request.sampling, ticket.key) if ours else for_prefill(request, ticket.key)
             self._engine_ids[ticket.key] = self._engine.add_request(ticket.key, prompt, params)
-        except (TypeError, ValueError, VLLMClientError) as error:
+        except _REFUSALS as error:
             del self._exchange.by_key[ticket.key]
             ticket.fail(EngineError(f"vLLM refuses the request: {error}"))
             ticket.vanish()

@@ -125,10 +125,5 @@ def relative_rms(page: Page, wanted: Page) -> float:
 
 def scribble(engine: Any, value: float = 3.0) -> None:
     """Forget and overwrite every block: nothing of an earlier run can help."""
-    import torch
-
     engine.reset_prefix_cache()
-    with torch.inference_mode():
-        for keys, values in engine._exchange.pages._layers:
-            keys.fill_(value)
-            values.fill_(value)
+    engine._exchange.copier.pages.fill(value)

@@ -16,11 +16,23 @@ from tests.engines.vllm.conftest import SHAPE, scribble, shared_engine
 def test_the_block_layout_is_verified(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.engines.vllm import blocks
 
+    device = engine._exchange.copier.pages.device.type
     for shape in (SHAPE, PageShape(2, 2, 32), PageShape(30, 3, 64), PageShape(1, 2, 128)):
-        blocks.verify_layout(shape)
-    monkeypatch.setattr(blocks, "split_cpu", blocks.split_cuda)
+        blocks.verify_layout(shape, device)
+    name = f"split_{device}"
+    right = getattr(blocks, name)
+
+    def swapped(layer: Any) -> list[Any]:
+        """K taken for V."""
+        return [
+            blocks.KvView(slice(1 - plane, 2 - plane), view[:, at : at + 1])
+            for planes, view in right(layer)
+            for at, plane in enumerate(range(planes.start, planes.stop))
+        ]
+
+    monkeypatch.setattr(blocks, name, swapped)
     with pytest.raises(ConfigError, match="lays out KV blocks"):
-        blocks.verify_layout(SHAPE)
+        blocks.verify_layout(SHAPE, device)
 
 
 @shared_engine
@@ -34,9 +46,9 @@ def test_cuda_views_are_right_for_both_stride_orders(engine: Any) -> None:
     in_memory = {"HND": logical.contiguous(), "NHD": logical.transpose(1, 2).contiguous().transpose(1, 2)}
     assert in_memory["HND"].stride() != in_memory["NHD"].stride()
     for layer in in_memory.values():
-        keys, values = split_cuda(layer)
-        assert torch.equal(keys, canonical[:, 0])
-        assert torch.equal(values, canonical[:, 1])
+        (one,) = split_cuda(layer)
+        assert one.planes == slice(0, 2)
+        assert torch.equal(one.view, canonical)
 
 
 @shared_engine

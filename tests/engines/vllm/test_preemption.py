@@ -70,24 +70,27 @@ def test_a_preempted_prompt_offers_its_pages_again(start: Callable[..., Any], mo
 
 @shared_engine
 def test_a_preemption_waits_for_a_running_copy_and_for_nothing_else(engine: Any) -> None:
+    from pipeline.engines.vllm.copier import Fence
     from pipeline.engines.vllm.exchange import Exchange
     from pipeline.engines.vllm.export import Export
 
-    class SlowPages:
+    class SlowCopier:
+        batch = 1
+
         def __init__(self) -> None:
             self.began, self.go_on = threading.Event(), threading.Event()
 
-        def read(self, block: int, tokens: int) -> Any:
+        def read(self, blocks: list[int], after: Fence) -> list[Any]:
             self.began.set()
             assert self.go_on.wait(PATIENCE_S)
             events.append("copied")
-            return SHAPE.empty()
+            return [SHAPE.empty() for _ in blocks]
 
     events: list[str] = []
-    exchange, pages = Exchange(), SlowPages()
-    exchange.pages = pages  # type: ignore[assignment]
+    exchange, pages = Exchange(), SlowCopier()
+    exchange.copier = pages  # type: ignore[assignment]
     exporting = Export("p", request(prompt(200)), exchange)
-    exporting.publish(2, [5, 6])
+    exporting.publish(2, [5, 6], Fence())
     reader = Waiter(lambda: exporting.read(0))
     assert pages.began.wait(PATIENCE_S)
 
@@ -104,7 +107,7 @@ def test_a_preemption_waits_for_a_running_copy_and_for_nothing_else(engine: Any)
     withdrawing.join()
     assert events == ["copied", "withdrawn"]
     exporting.withdraw()  # nobody reads: returns at once
-    exporting.publish(3, [9, 8, 7])
+    exporting.publish(3, [9, 8, 7], Fence())
     assert exporting.wait_ready(1, 0)
     with pytest.raises(EngineError, match="read or skipped"):
         exporting.read(0)

@@ -31,9 +31,7 @@ def register() -> None:
         "sglang.srt.disaggregation.utils.TransferBackend", Enum("TransferBackend", backends), HookType.REPLACE
     )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.init_disaggregation", _introduce, HookType.AFTER
-    )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_disaggregation", _introduce, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", add_seeds, HookType.AFTER
     )

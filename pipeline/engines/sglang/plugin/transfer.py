@@ -40,12 +40,12 @@ class Manager(BaseKVManager):
         self.req_to_decode_prefix_len: dict[int, int] = {}
         self._scheduler: Any = None
         self.station = Station(os.environ[ADDRESS], self._measure)
-        buffers = [
-            Buffer(*one) for one in zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
-        ]
+        buffers = [Buffer(*one) for one in zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)]
         gpu = args.gpu_id if str(server_args.device).startswith("cuda") else None
         self.pool = Pool(buffers, self.station.shape, gpu)
-        self._aux = [_bytes(*one) for one in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)]
+        self._aux = [
+            _bytes(*one) for one in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
+        ]
 
     def attend(self, scheduler: Any) -> None:
         """From now on there are gauges, so from now on the worker may ask. Raises ValueError for an unknown layout."""
@@ -78,6 +78,12 @@ class Manager(BaseKVManager):
         free = int(self._scheduler.token_to_kv_pool_allocator.available_size())
         cached = int(self._scheduler.tree_cache.evictable_size())
         return (free + cached) // PAGE_TOKENS, cached // PAGE_TOKENS
+
+
+class EndedError(RuntimeError):
+    """SGLang logs a failed transfer as an error unless it is another's fault: our cancels are no errors."""
+
+    is_from_another_rank = True
 
 
 class _Transfer:
@@ -130,7 +136,7 @@ class _Transfer:
         return KVTransferMetric()
 
     def failure_exception(self) -> None:
-        raise RuntimeError("the worker ended this transfer")
+        raise EndedError("the worker ended this transfer")
 
 
 class Sender(_Transfer, BaseKVSender):
@@ -152,10 +158,10 @@ class Sender(_Transfer, BaseKVSender):
         with self._changed:
             self._blocks.extend(int(block) for block in kv_indices)
             ready = len(self._blocks)
-        self.kv_mgr.station.say(Message(Kind.READY, self.bootstrap_room, ready))
-        if ready == self._total:
+        if ready == self._total:  # told first: when the last page is ready, all is done
             token = self.kv_mgr.first_token(self._index)
             self.kv_mgr.station.say(Message(Kind.FIRST, self.bootstrap_room, value=token))
+        self.kv_mgr.station.say(Message(Kind.READY, self.bootstrap_room, ready))
 
     def poll(self) -> int:
         if self.conclude_state is None:
@@ -174,7 +180,9 @@ class Sender(_Transfer, BaseKVSender):
 class Receiver(_Transfer, BaseKVReceiver):
     """D: tells which pages it holds; concludes when the worker commits."""
 
-    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None, *_: Any, **__: Any) -> None:
+    def __init__(
+        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None, *_: Any, **__: Any
+    ) -> None:
         super().__init__(mgr, bootstrap_room or 0)
         self.require_staging = False
         self.abort_notified = False

@@ -1,6 +1,7 @@
-"""Real servers for the broker's tests: Valkey from its wheel, and redis-server where it is on PATH.
+"""Real servers for every test that needs a broker: Valkey from its wheel, and redis-server where it is on PATH.
 
-`server_url` is one server per kind and session; `redis_client` empties it before and after each test.
+`server_url` is one server per kind and session; `redis_client` empties it before and after each test. Redis is
+imported only when a server is asked for: the environments of some engines have no client for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 
 def _binary(kind: str) -> str:
@@ -40,12 +43,13 @@ def _die_with_parent() -> None:
 
 
 def _await_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    with Redis.from_url(url) as client:
+    redis = pytest.importorskip("redis")
+    with redis.Redis.from_url(url) as client:
         for _ in range(500):
             try:
                 client.ping()
                 return
-            except RedisConnectionError:
+            except redis.exceptions.ConnectionError:
                 assert server.poll() is None, "the server ended while starting"
                 time.sleep(0.02)
     raise AssertionError("the server did not answer")
@@ -71,7 +75,8 @@ def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def redis_client(server_url: str) -> Iterator[Redis]:
     """A client of an empty server, bytes replies, no automatic retry."""
-    with Redis.from_url(server_url, retry=None, socket_timeout=10) as client:
+    redis = pytest.importorskip("redis")
+    with redis.Redis.from_url(server_url, retry=None, socket_timeout=10) as client:
         client.config_set("maxmemory", 0)
         client.flushall()
         yield client

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs the system end to end on a machine with an NVIDIA GPU and leaves JSON: ops/gpu/run.sh PIECE [RESULTS [OPTION ...]]
+#
+#   checkpoint   write the random checkpoint (Qwen2.5-0.5B dimensions) to $MODEL, once
+#   tests        the engine contract suite and vLLM's own tests, on the GPU
+#   copies       device time of moving KV pages out of and into vLLM's blocks      gpu-copies.json
+#   pairs        text of both directions against each engine alone                 gpu-pairs-A-B.json
+#   ttft         TTFT of each engine alone and of both directions                  gpu-ttft-A-B.json
+#
+# Each piece ends within nine minutes. ENGINES (default "vllm,mlx") names the pair. An engine with packages in a folder
+# of its own is named by CROSSFILL_SITE_<ENGINE>; /tmp/site-<engine> is taken when it is there.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+piece=$1 results=${2:-bench/results}
+export MODEL=${MODEL:-/tmp/qwen2.5-0.5b-random} ENGINES=${ENGINES:-vllm,mlx}
+export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+for engine in vllm mlx sglang; do
+  name=CROSSFILL_SITE_${engine^^}
+  if [ -z "${!name:-}" ] && [ -d "/tmp/site-$engine" ]; then export "$name=/tmp/site-$engine"; fi
+done
+base=${PYTHONPATH:-}
+[ -d /tmp/site-core ] && base=/tmp/site-core${base:+:$base}
+export PYTHONPATH=$base
+with_vllm() { PYTHONPATH=$PWD:${CROSSFILL_SITE_VLLM:-}:$base OMP_NUM_THREADS=1 "$@"; }
+mkdir -p "$results"
+pair=${ENGINES//,/-}
+case $piece in
+  checkpoint) [ -e "$MODEL/config.json" ] || python3 -m ops.gpu.checkpoint "$MODEL" ;;
+  tests) CROSSFILL_REQUIRE_ENGINES=vllm with_vllm timeout 500 python3 -m pytest -q -W ignore -p no:cacheprovider \
+           tests/engines/test_contract.py tests/engines/test_contract_ends.py tests/engines/vllm -k "vllm or own or shared or cuda" \
+           2>&1 | tee "$results/gpu-tests.txt" | tail -40 ;;
+  copies) with_vllm python3 -m ops.gpu.copies "$MODEL" "$results/gpu-copies.json" "${@:3}" ;;
+  pairs | ttft) python3 -m ops.gpu.system "$piece" "$MODEL" "$results/gpu-$piece-$pair.json" --engines "$ENGINES" "${@:3}" ;;
+  *) echo "unknown piece $piece" >&2; exit 2 ;;
+esac
