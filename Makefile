@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help env env-vllm env-sglang models demo up test check format docs bench clean
+.PHONY: help env env-vllm env-sglang models demo up test pairs check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ up: env env-vllm models ## run broker, workers and API until Ctrl-C
 
 test: env env-vllm env-sglang models ## every test, in all environments; one closing line
 	@$(VENV)/python ops/suite.py $(ARGS)
+
+pairs: env env-vllm env-sglang models ## every ordered pair of engines on three checkpoint families (long)
+	@CROSSFILL_PAIRS=all CROSSFILL_REQUIRE_ENGINES=mlx,vllm,sglang OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/pairs $(ARGS)
 
 check: env ## formatting, lint, types, layers, generated pages
 	$(VENV)/ruff format --check .

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 PAIR_LENGTHS = (2, 51, 64, 65, 129, 193, 744, 2844, 8000)
 PAIR_TOKENS = 16
 READY_S = 240.0
+ONE_ROLE = ("sglang",)  # a worker of it prefills or decodes, and its decoder computes no prompt: no `local:` route
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -52,7 +53,8 @@ def environment(engine: str) -> dict[str, str]:
 
 
 def settings(options: argparse.Namespace, engines: Sequence[str]) -> Settings:
-    """One replica of each engine in both roles, policy `fail`: a silent recompute would pass for a handoff."""
+    """One replica of each engine in both roles, or two with one each; policy `fail`: a silent recompute would pass
+    for a handoff."""
     engine_settings = {
         "chunk_tokens": options.chunk,
         "kv_cache_bytes": 4 << 30,
@@ -61,13 +63,15 @@ def settings(options: argparse.Namespace, engines: Sequence[str]) -> Settings:
     }
     workers = [
         {
-            "name": f"{engine}-0",
+            "name": f"{engine}-{role}",
             "engine": engine,
+            "role": role,
             "model": options.model,
             "env": environment(engine),
             "engine_settings": engine_settings,
         }
         for engine in engines
+        for role in (("prefill", "decode") if engine in ONE_ROLE else ("both",))
     ]
     return Settings.model_validate(
         {
@@ -121,19 +125,20 @@ def pairs(options: argparse.Namespace, engines: Sequence[str]) -> dict[str, Any]
         for p, d in ((a, b) for a in engines for b in engines if a != b):
             for tokens in PAIR_LENGTHS:
                 prompt = ttft.prompt(vocabulary, tokens, tokens)
-                answers = [
-                    complete(client, options.model.name, prompt, r) for r in (f"{p}->{d}", f"local:{d}", f"local:{p}")
-                ]
-                ours, alone_d, alone_p = (answer["choices"][0]["text"] for answer in answers)
-                trace = answers[0]["crossfill"]
+                answer = complete(client, options.model.name, prompt, f"{p}->{d}")
+                ours, trace = answer["choices"][0]["text"], answer["crossfill"]
+                alone = {
+                    engine: complete(client, options.model.name, prompt, f"local:{engine}")["choices"][0]["text"]
+                    for engine in (p, d)
+                    if engine not in ONE_ROLE
+                }
                 row = {
                     "route": f"{p}->{d}",
                     "prompt_tokens": tokens,
                     "pages": trace["pages"],
                     "imported_tokens": trace.get("imported_tokens"),
-                    "equals_decode_engine": ours == alone_d,
-                    "equal_leading": _leading(ours, alone_d),
-                    "engines_alone_equal_leading": _leading(alone_p, alone_d),
+                    "characters": len(ours),
+                    "leading_equal_to": {engine: _leading(ours, text) for engine, text in alone.items()},
                     "text": ours[:80],
                 }
                 print(json.dumps(row), flush=True)

@@ -19,9 +19,7 @@ VLLM_ENVIRONMENT = Path(".venv-vllm")
 SGLANG_ENVIRONMENT = Path(".venv-sglang")
 # engine -> the package whose folder proves that it is installed
 MODULES = {"vllm": "vllm", "mlx": "mlx_lm", "sglang": "sglang"}
-TESTS_ONLY = (
-    "crossfill_torchvision"  # beside it SGLang is there for tests: on a CPU it is slow and half of it is missing
-)
+TESTS_ONLY = "crossfill_torchvision.py"  # beside it SGLang is there for tests: slow and incomplete without a GPU
 
 
 def describe(model: Path, root: Path, prefix: Path, platform: str) -> Settings:
@@ -33,25 +31,31 @@ def describe(model: Path, root: Path, prefix: Path, platform: str) -> Settings:
 
 
 def engines(root: Path, prefix: Path, platform: str) -> dict[str, Path]:
-    """Engine -> interpreter of its environment. Where one engine is alone, `reference` is the other; MLX on a Mac
-    needs no such help."""
-    found: dict[str, Path] = {}
-    places = {"vllm": [root / VLLM_ENVIRONMENT, prefix], "mlx": [prefix], "sglang": [root / SGLANG_ENVIRONMENT, prefix]}
-    for engine, environments in places.items():
-        if environment := next((one for one in environments if _holds(one, MODULES[engine])), None):
-            found[engine] = _python(environment)
+    """Engine -> interpreter of its environment, for those that can serve. Where one engine is alone, `reference` is the
+    other; MLX on a Mac needs no such help."""
+    found = {name: python for name, python in interpreters(root, prefix).items() if not _for_tests(name, python)}
     if len(found) < 2 and not (platform == "darwin" and "mlx" in found):
         found["reference"] = _python(prefix)
     return found
 
 
+def interpreters(root: Path, prefix: Path) -> dict[str, Path]:
+    """The same for all that are installed, though it be for tests only."""
+    found: dict[str, Path] = {}
+    places = {"vllm": [root / VLLM_ENVIRONMENT, prefix], "mlx": [prefix], "sglang": [root / SGLANG_ENVIRONMENT, prefix]}
+    for engine, environments in places.items():
+        if environment := next((one for one in environments if _holds(one, MODULES[engine])), None):
+            found[engine] = _python(environment)
+    return found
+
+
+def _for_tests(engine: str, python: Path) -> bool:
+    site_packages = python.parent.parent.glob("lib/python3*/site-packages")
+    return engine == "sglang" and any((folder / TESTS_ONLY).exists() for folder in site_packages)
+
+
 def _holds(environment: Path, module: str) -> bool:
-    here = any(environment.glob(f"lib/python3*/site-packages/{module}/__init__.py"))
-    return here and not (module == MODULES["sglang"] and for_tests_only(environment))
-
-
-def for_tests_only(environment: Path) -> bool:
-    return any(environment.glob(f"lib/python3*/site-packages/{TESTS_ONLY}.py"))
+    return any(environment.glob(f"lib/python3*/site-packages/{module}/__init__.py"))
 
 
 def _python(environment: Path) -> Path:

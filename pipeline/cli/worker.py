@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--config", type=Path, help="settings file (default: crossfill.toml, if there is one)")
     command.add_argument("--name", help="replica: an entry of the file's [[workers]], or a new unique name")
     command.add_argument("--broker", metavar="URL", help="redis:// or rediss:// URL of the control broker")
-    command.add_argument("--engine", help="reference, mlx or vllm")
+    command.add_argument("--engine", help="reference, mlx, vllm or sglang")
     command.add_argument("--model", type=Path, help="checkpoint directory")
     command.add_argument("--role", choices=("prefill", "decode", "both"), help="default both")
     command.add_argument("--slots", type=int, help="jobs at once, per role (default 16)")

@@ -67,6 +67,7 @@ def test_sglang_for_tests_serves_nobody(tmp_path: Path) -> None:
     install(tmp_path / ".venv-sglang", "sglang")
     (tmp_path / ".venv-sglang/lib/python3.11/site-packages/crossfill_torchvision.py").touch()
     assert list(machine.engines(tmp_path, tmp_path / ".venv", "linux")) == ["reference"]
+    assert list(machine.interpreters(tmp_path, tmp_path / ".venv")) == ["sglang"]
 
 
 def test_vllm_may_live_beside_us(tmp_path: Path) -> None:

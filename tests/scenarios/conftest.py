@@ -21,7 +21,7 @@ LEASE_S = 3.0
 
 def required(engine: str) -> None:
     """Skip where `engine` is not installed, fail where the run says it must be."""
-    if engine in machine.engines(Path(), Path(sys.prefix), sys.platform) or engine == "reference":
+    if engine in machine.interpreters(Path(), Path(sys.prefix)) or engine == "reference":
         return
     if engine in os.environ.get("CROSSFILL_REQUIRE_ENGINES", "").split(","):
         pytest.fail(f"{engine} must be installed for this run (CROSSFILL_REQUIRE_ENGINES)")

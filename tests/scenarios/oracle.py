@@ -50,7 +50,7 @@ def prompts(tokenizer: Tokenizer) -> dict[int, list[int]]:
 
 def ask(engine: str, model: Path, asked: list[list[int]]) -> list[dict[str, Any]]:
     """Run the engine's oracle over all prompts in one process."""
-    python = machine.engines(Path(), Path(sys.prefix), sys.platform).get(engine, Path(sys.executable))
+    python = machine.interpreters(Path(), Path(sys.prefix)).get(engine, Path(sys.executable))
     task = json.dumps({"model": str(model), "prompts": asked, "max_tokens": MAX_TOKENS, "chunk_tokens": 256})
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     shim = python.parent.parent / "lib" / "crossfill_blas.so"

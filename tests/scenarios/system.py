@@ -122,8 +122,7 @@ def system(settings: dict[str, Any], directory: Path) -> Iterator[System]:
 
 def worker(name: str, engine: str, model: Path, role: str = "both", **settings: Any) -> dict[str, Any]:
     """Settings of one replica in the environment where its engine is installed."""
-    pythons = machine.engines(Path(), Path(sys.prefix), sys.platform)
-    python = pythons.get(engine, Path(sys.executable))
+    python = machine.interpreters(Path(), Path(sys.prefix)).get(engine, Path(sys.executable))
     return {"name": name, "engine": engine, "model": model, "role": role, "python": python} | settings
 
 

@@ -85,7 +85,7 @@ class Server:
         """ZeroMQ contexts, which SGLang leaves open."""
         sockets = [getattr(self._manager, name, None) for name in ("recv_from_detokenizer", "send_to_scheduler")]
         sockets.append(getattr(self._engine, "send_to_rpc", None))
-        return [one.context for one in sockets if hasattr(one, "context")]
+        return [one.context for one in sockets if one is not None]
 
     def _post(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -161,10 +161,14 @@ def _build(checkpoint: Path, role: str, arguments: dict[str, Any]) -> Any:
         _require_plugin()
         known = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
         wanted = _common(checkpoint, role) | arguments
+        handlers, level = logging.root.handlers[:], logging.root.level
         try:
             return sglang.Engine(**{name: value for name, value in wanted.items() if name in known})
         except Exception as error:
             raise ConfigError(f"SGLang could not load the model: {error}") from error
+        finally:  # it has made the process's log its own
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
 
 
 def _common(checkpoint: Path, role: str) -> dict[str, Any]:
@@ -183,6 +187,7 @@ def _common(checkpoint: Path, role: str) -> dict[str, Any]:
         "sampling_backend": "pytorch",  # the only one that takes seeds
         "grammar_backend": "none",
         "skip_server_warmup": True,
+        "sleep_on_idle": True,  # else its scheduler spins a core while nothing is there to do
         "log_level": "error",
         "custom_sigquit_handler": _child_failed,
     }

@@ -3,7 +3,9 @@
 On CUDA the engine's forward may still run when its step says that it is queued. So whoever announces blocks records a
 `Fence`, and a copy begins only after it; it then runs on a stream of its own, one per direction, into or out of pinned
 host memory. A call returns when its own copy is over and waits for nothing else: there is no device-wide synchronise.
-Pinned memory comes from torch's caching host allocator and goes back to it with the last array that uses it.
+
+Allocating pinned or device memory is one, implicitly. So both come from torch's caching allocators in one size, that of
+a full batch, and the caches are filled at start: a piece goes back with the last array that uses it.
 
 On a CPU every fence has passed and a copy is done when it was issued; the rest is the same code.
 """
@@ -22,6 +24,8 @@ from pipeline.engines.vllm.blocks import BlockPages
 
 # A batch costs two dozen kernel launches however many pages it has, about 0.3 ms of one CPU. 16 pages are 1024 tokens.
 _CUDA_BATCH = 16
+# Batches of pinned memory that exist from the start. More in use at once cost one implicit synchronise each, once.
+_PINNED_BATCHES = 8
 
 
 class Fence:
@@ -47,6 +51,17 @@ class Copier:
         self._cuda = pages.device.type == "cuda"
         self.batch = _CUDA_BATCH if self._cuda else 1
         self._outward, self._inward = (torch.cuda.Stream(pages.device) if self._cuda else None for _ in range(2))
+        if self._cuda:
+            self._fill_caches()
+
+    def _fill_caches(self) -> None:
+        """Move block 0, which vLLM never gives to a request, out and in, and hold several batches meanwhile."""
+        held = [self.host(self.batch) for _ in range(_PINNED_BATCHES)]
+        for stream in (self._outward, self._inward):
+            with torch.cuda.stream(stream):
+                held += [self._on_device(self.batch) for _ in range(2)]  # two threads at once on one stream
+        held[0].numpy()[:1] = self.read([0], Fence())
+        self.write([0], held[0][:1], Fence())
 
     def fence(self) -> Fence:
         """Everything that the calling thread, the engine's, has queued on its current stream so far."""
@@ -54,13 +69,18 @@ class Copier:
 
     def host(self, pages: int) -> torch.Tensor:
         """Uninitialised host memory for that many pages, pinned for CUDA."""
-        return torch.empty((pages, *self.pages.shape.array), dtype=torch.float16, pin_memory=self._cuda)
+        shape = (max(pages, self.batch), *self.pages.shape.array)
+        return torch.empty(shape, dtype=torch.float16, pin_memory=self._cuda)[:pages]
+
+    def _on_device(self, pages: int) -> torch.Tensor:
+        shape = (max(pages, self.batch), *self.pages.shape.array)
+        return torch.empty(shape, dtype=torch.float16, device=self.pages.device)[:pages]
 
     def read(self, blocks: Sequence[int], after: Fence) -> NDArray[np.float16]:
         """Fresh `(n, layers, 2, kv_heads, 64, head_dim)`: the pages in `blocks`, complete once `after` has passed."""
         host = self.host(len(blocks))
         with self._copying(self._outward, after):
-            pages = torch.empty_like(host, device=self.pages.device) if self._cuda else host
+            pages = self._on_device(len(blocks)) if self._cuda else host
             self.pages.gather(self._ids(blocks), pages)
             if pages is not host:
                 host.copy_(pages, non_blocking=True)
@@ -70,7 +90,10 @@ class Copier:
     def write(self, blocks: Sequence[int], host: torch.Tensor, after: Fence) -> None:
         """Page i of `host` (of `host()`) into `blocks[i]`, once earlier work on the blocks is over (`after`)."""
         with self._copying(self._inward, after):
-            self.pages.scatter(self._ids(blocks), host.to(self.pages.device, non_blocking=True))
+            pages = self._on_device(len(blocks)) if self._cuda else host
+            if pages is not host:
+                pages.copy_(host, non_blocking=True)
+            self.pages.scatter(self._ids(blocks), pages)
 
     @contextmanager
     def _copying(self, stream: Any, after: Fence) -> Iterator[None]:

@@ -111,6 +111,8 @@ def test_what_has_ended_is_refused(ends: Ends) -> None:
     ends.transfer.ended = False
     ends.station.remove(5)
     assert ends.link.copy_out(5, 0) is None
+    ends.station.add(5, ends.transfer)
+    assert ends.link.copy_out(5, 0) is not None
 
 
 def test_a_copy_that_fails_is_answered(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:

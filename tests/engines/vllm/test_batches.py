@@ -13,9 +13,6 @@ from pipeline.request import Request, Sampling
 from tests.engines.flow import Waiter, eventually
 from tests.engines.vllm.test_copier import Event
 
-torch = pytest.importorskip("torch", reason="vLLM's environment only")
-pytest.importorskip("vllm", reason="vLLM's environment only")
-
 SHAPE = PageShape(layers=1, kv_heads=1, head_dim=8)
 TOKENS = 64 * 6 + 10  # 7 pages, the last with 9 rows: the last prompt token does not travel
 BLOCKS = [10, 11, 12, 13, 14, 15, 16]
@@ -36,6 +33,8 @@ class FakeCopier:
         return np.stack([np.full(SHAPE.array, block, np.float16) for block in blocks])
 
     def host(self, pages: int) -> Any:
+        import torch
+
         return torch.zeros((pages, *SHAPE.array), dtype=torch.float16)
 
     def write(self, blocks: list[int], host: Any, after: Any) -> None:

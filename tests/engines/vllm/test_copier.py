@@ -10,9 +10,6 @@ import pytest
 from pipeline.page import PAGE_TOKENS, PageShape
 from tests.engines.flow import Waiter
 
-torch = pytest.importorskip("torch", reason="vLLM's environment only")
-pytest.importorskip("vllm", reason="vLLM's environment only")
-
 SHAPE = PageShape(layers=3, kv_heads=2, head_dim=8)
 BLOCKS = 7
 
@@ -24,6 +21,8 @@ def canonical(seed: int = 0) -> Any:
 
 def layers_of(pages: Any, layout: str) -> list[Any]:
     """vLLM's tensors for a pool, written down from what its kernels do, element by element where it is odd."""
+    import torch
+
     made = []
     for layer in range(SHAPE.layers):
         keys, values = (torch.from_numpy(np.ascontiguousarray(pages[:, layer, plane])) for plane in (0, 1))
@@ -66,6 +65,8 @@ def test_blocks_are_read_in_the_order_asked_for(layout: str) -> None:
 
 
 def test_blocks_are_written_and_no_others(layout: str) -> None:
+    import torch
+
     from pipeline.engines.vllm.copier import Fence
 
     pool, new = canonical(), canonical(1)[:3]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM's environment only")
-
 
 def step(
     new: dict[str, list[int]] | None = None,

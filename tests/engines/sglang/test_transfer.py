@@ -1,0 +1,176 @@
+"""SGLang's side of a transfer, without SGLang's scheduler: what it is told, and that an abort drains first."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines.flow import PATIENCE_S, Waiter
+
+pytest.importorskip("sglang", reason="SGLang is not in this environment")
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.plugin.transfer import Receiver, Sender
+
+TOKEN = 417
+
+
+class FakeManager:
+    """A pool whose copies a test can hold up, and a station that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+        self.rooms: dict[int, Any] = {}
+        self.moved: list[tuple[str, int]] = []
+        self.committed: list[tuple[int, int, int]] = []
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+        self.station = SimpleNamespace(add=self.rooms.__setitem__, remove=self.rooms.pop, say=self.said.append)
+        self.pool = SimpleNamespace(read=self._mover("read"), write=self._mover("write"))
+
+    def _mover(self, way: str) -> Any:
+        def move(block: int, page: Any) -> None:
+            self.began.set()
+            assert self.go_on.wait(PATIENCE_S)
+            self.moved.append((way, block))
+
+        return move
+
+    def first_token(self, index: int) -> int:
+        return TOKEN + index
+
+    def commit(self, index: int, room: int, token: int) -> None:
+        self.committed.append((index, room, token))
+
+    def breathe(self) -> None:
+        pass
+
+
+SLOT: Any = np.zeros(1, np.float16)
+
+
+def sender(manager: FakeManager, pages: int = 5) -> Any:
+    made = Sender(manager, "anywhere", 9, [0], 0, False)  # type: ignore[arg-type]  # 0.5.17 passes two arguments more
+    made.init(pages, 2)
+    return made
+
+
+def receiver(manager: FakeManager, blocks: list[int], held_tokens: int) -> Any:
+    made = Receiver(manager, "anywhere", 9)  # type: ignore[arg-type]
+    assert made.poll() == KVPoll.Bootstrapping
+    made.init(0)
+    assert made.poll() == KVPoll.WaitingForInput
+    made.send_metadata(np.array(blocks, np.int32), 3, None, decode_prefix_len=held_tokens)
+    assert made.poll() == KVPoll.Transferring
+    return made
+
+
+def test_p_says_what_is_ready_after_each_chunk_and_the_token_before_the_last() -> None:
+    manager = FakeManager()
+    sending = sender(manager)
+    sending.send(np.array([7, 8]), None)
+    sending.send(np.array([4, 5]), num_kv_tokens=128)
+    sending.send(np.array([1]))
+    assert manager.said == [
+        Message(Kind.READY, 9, 2),
+        Message(Kind.READY, 9, 4),
+        Message(Kind.FIRST, 9, value=TOKEN + 2),
+        Message(Kind.READY, 9, 5),
+    ]
+    assert sending.poll() == KVPoll.WaitingForInput
+    assert [sending.copy(page, SLOT) for page in (0, 3, 4)] == [True] * 3
+    assert manager.moved == [("read", 7), ("read", 5), ("read", 1)]
+
+
+def test_p_keeps_its_blocks_until_it_is_released_and_copies_no_more_then() -> None:
+    manager = FakeManager()
+    sending = sender(manager, 1)
+    sending.send(np.array([7]))
+    sending.obey(Message(Kind.COMMIT, 9))  # not for P
+    assert sending.poll() == KVPoll.WaitingForInput
+    sending.obey(Message(Kind.RELEASE, 9))
+    assert sending.poll() == KVPoll.Success
+    assert not sending.copy(0, SLOT)
+    assert manager.moved == []
+    sending.clear()
+    assert manager.rooms == {}
+
+
+@pytest.mark.parametrize(("pages", "last", "sends"), [(0, False, False), (0, True, True), (3, False, True)])
+def test_a_last_chunk_without_a_page_is_sent_too(pages: int, last: bool, sends: bool) -> None:
+    assert sender(FakeManager()).should_send_kv_chunk(pages, last) is sends
+
+
+def test_pages_that_are_not_there_are_refused() -> None:
+    manager = FakeManager()
+    sending, receiving = sender(manager), receiver(manager, [20, 21], held_tokens=128)
+    assert not sending.copy(0, SLOT)
+    assert [receiving.copy(page, SLOT) for page in (0, 1, 2, 3, 4)] == [False, False, True, True, False]
+    assert manager.moved == [("write", 20), ("write", 21)]
+
+
+def test_d_says_what_it_holds_and_commits() -> None:
+    manager = FakeManager()
+    receiving = receiver(manager, [20], held_tokens=704)
+    assert manager.said == [Message(Kind.ADMITTED, 9, 11)]
+    receiving.obey(Message(Kind.RELEASE, 9))  # not for D
+    assert receiving.poll() == KVPoll.Transferring
+    receiving.obey(Message(Kind.COMMIT, 9, value=TOKEN))
+    receiving.obey(Message(Kind.COMMIT, 9, value=TOKEN + 1))
+    assert manager.committed == [(3, 9, TOKEN)]
+    assert receiving.poll() == KVPoll.Success
+
+
+def test_d_that_holds_every_page_still_commits() -> None:
+    manager = FakeManager()
+    receiving = receiver(manager, [], held_tokens=128)
+    assert manager.said == [Message(Kind.ADMITTED, 9, 2)]
+    receiving.obey(Message(Kind.COMMIT, 9, value=TOKEN))
+    assert receiving.poll() == KVPoll.Success
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_abort_waits_for_the_copy_that_runs(way: str) -> None:
+    manager = FakeManager()
+    manager.go_on.clear()
+    transfer = sender(manager) if way == "out" else receiver(manager, [20, 21, 22, 23, 24], 0)
+    if way == "out":
+        transfer.send(np.array([20, 21, 22, 23, 24]))
+    copying = Waiter(lambda: transfer.copy(1, SLOT))
+    assert manager.began.wait(PATIENCE_S)
+    events: list[str] = []
+
+    def abort() -> None:
+        transfer.abort()
+        events.append(f"aborted after {manager.moved}")
+
+    aborting = Waiter(abort)
+    while transfer.poll() != KVPoll.Failed:  # wanted at once, so that no further copy begins
+        pass
+    assert not transfer.copy(2, SLOT)
+    assert events == []
+    manager.go_on.set()
+    copying.join()
+    aborting.join()
+    assert copying.value is True
+    assert events == [f"aborted after {[('read' if way == 'out' else 'write', 21)]}"]
+    assert manager.rooms == {}
+    transfer.obey(Message(Kind.COMMIT, 9))
+    transfer.obey(Message(Kind.RELEASE, 9))
+    assert transfer.poll() == KVPoll.Failed
+    assert manager.committed == []
+
+
+def test_a_lost_worker_ends_a_transfer() -> None:
+    manager = FakeManager()
+    sending = sender(manager)
+    sending.lose()
+    assert sending.poll() == KVPoll.Failed
+    with pytest.raises(RuntimeError):
+        sending.failure_exception()
