@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import secrets
+import shutil
 import statistics
 import subprocess
 import sys
@@ -176,7 +177,8 @@ def measure(options: argparse.Namespace, engines: Sequence[str]) -> dict[str, An
 
 def machine() -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    found = shutil.which(query[0]) is not None
+    gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() if found else "none"
     return {"gpu": gpu, "cores": os.cpu_count(), "python": sys.version.split()[0]}
 
 

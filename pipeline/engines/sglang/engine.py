@@ -34,6 +34,7 @@ if importlib.util.find_spec("sglang") is None:
 
 # SGLang keeps a few tokens of its context window for itself; we let it have these and keep to ours.
 _MARGIN_TOKENS = 8
+_LOOK_AHEAD_TOKENS = 4096  # SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION's default
 _ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
 _SEED_SPACE = 1 << 64
 
@@ -68,6 +69,7 @@ class SglangEngine:
         self._prompt_tokens_computed = 0
         self._tokens_sampled = 0
         self._failure: CrossfillError | None = None
+        self._closed = False
         self.link = Link(self._contract.page_shape, self._route, self._lost)
         try:
             self._server = Server(checkpoint, self._role, self.link.address, self._arguments())
@@ -111,6 +113,7 @@ class SglangEngine:
             raise EngineError("SGLang in decode mode computes no prompts: it needs all of the KV and P's first token")
         self._require_fit(request)
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
+        self._require_room(len(request.token_ids), limit)
         ticket = SglangAdmission(next(self._rooms), request, self, limit)
         with self._lock:
             self._require_alive()
@@ -152,7 +155,9 @@ class SglangEngine:
     def close(self) -> None:
         """Fail what is left and end SGLang's processes. Idempotent."""
         self._die(EngineError("the engine was closed"))
-        self._server.close()
+        if not self._closed:
+            self._closed = True
+            self._server.close()
         self.link.close()
 
     # What tickets ask.
@@ -231,6 +236,15 @@ class SglangEngine:
             )
         if not all(0 <= token < self._contract.vocab_size for token in request.token_ids):
             raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
+
+    def _require_room(self, prompt_tokens: int, limit: int) -> None:
+        """SGLang admits a request only if what it may generate (as far as it looks ahead) fits behind the prompt."""
+        needed = prompt_tokens + min(limit, _LOOK_AHEAD_TOKENS)
+        if needed > self._pages * PAGE_TOKENS:
+            raise EngineError(
+                f"{prompt_tokens} prompt tokens and max_tokens = {limit} need {needed} tokens of KV and kv_cache_bytes "
+                f"allows {self._pages * PAGE_TOKENS}: raise it, or ask for fewer tokens"
+            )
 
     def _cache_key(self, request: Request) -> str:
         return f"{self._generation}/{request.salt}"

@@ -64,6 +64,9 @@ def _refusals(engine: Any) -> None:
             engine.admit(request(prompt(10)), timeout_s=PATIENCE_S, **kind)
     with pytest.raises(EngineError, match="started for decode"):
         engine.prefill(request(prompt(10)))
+    endless = replace(whole(prompt(3585)), sampling=Sampling(max_tokens=8000, temperature=0.0))
+    with pytest.raises(EngineError, match="need 7681 tokens of KV and kv_cache_bytes allows 7680"):
+        engine.admit(endless, timeout_s=PATIENCE_S)
     admission = engine.admit(whole(prompt(10)))
     with pytest.raises(EngineError, match="0 came"):
         admission.decode()
