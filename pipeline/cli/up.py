@@ -71,7 +71,7 @@ def _flags(options: argparse.Namespace) -> Tree:
 def running(settings: Settings, options: argparse.Namespace, console: Console) -> Iterator[Fleet]:
     """A fleet that is ready; stopped in order on the way out, whatever the reason. SIGTERM counts as Ctrl-C."""
     fleet = Fleet(settings, options.run_dir, os.environ)
-    with _sigterm_interrupts():
+    with _signals_interrupt():
         try:
             _bring_up(fleet, console, options.timeout)
             yield fleet
@@ -125,12 +125,15 @@ def example(fleet: Fleet) -> str:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def _signals_interrupt() -> Iterator[None]:
+    """SIGINT too: a shell starts what runs in its background with SIGINT ignored, and that is inherited."""
+
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

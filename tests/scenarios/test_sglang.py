@@ -134,7 +134,7 @@ def free_pages(mixed: System) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("direction", ["sglang->mlx", "mlx->sglang"])
-@pytest.mark.parametrize("delay_s", [0.05, 0.5, 1.5, 3.0])
+@pytest.mark.parametrize("delay_s", [0.05, 0.5, 2.0])
 def test_a_client_that_leaves(mixed: System, asked: dict[int, list[int]], direction: str, delay_s: float) -> None:
     """At any moment: in prefill, in transfer, while decoding. Nothing stays behind, and the next request is right."""
     free = free_pages(mixed)
