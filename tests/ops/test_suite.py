@@ -80,3 +80,9 @@ def test_only_engines_that_must_be_here_are_missing() -> None:
     vllm, mlx = (Case(f"tests.engines.test_contract::test_a[{name}]", "skipped") for name in ("vllm", "mlx"))
     elsewhere = Case("tests.api.test_a::test_vllm", "skipped")
     assert suite.missing([vllm, mlx, elsewhere], ["vllm", "reference"]) == [vllm]
+
+
+def test_what_needs_a_gpu_is_not_missed_where_there_is_none() -> None:
+    gpu = Case("tests.engines.vllm.test_cuda::test_a", "skipped", "test_cuda.py:26: no GPU here")
+    absent = Case("tests.engines.vllm.test_engine::test_b", "skipped", "vLLM is not installed")
+    assert suite.missing([gpu, absent], ["vllm"]) == [absent]
