@@ -2,7 +2,7 @@
 
 `key[i] = SHA-256(key[i-1] || token ids of page i as uint32 little-endian)`, seeded with the contract digest
 and the salt: equal keys mean the same model, tenant and whole prefix. The partial tail is shorter, so its key
-differs from that of the full page by construction. About 1 us a page; must not know pages or engines.
+differs from that of the full page by construction. About 1 us a page; must not know engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-PAGE_TOKENS = 64
+from pipeline.page import PAGE_TOKENS
 
 
 def seed(contract_digest: str, salt: str) -> bytes:

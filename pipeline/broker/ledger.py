@@ -203,9 +203,8 @@ class Ledger:
         with translate():
             stream.release(self._pages, handoff_id)
             record = self.load(handoff_id)
-            if record and self._client.zrem(keys.LIVE, handoff_id):
+            if self._client.zrem(keys.LIVE, handoff_id) and record:
                 self._remember(record)
-            self._client.zrem(keys.LIVE, handoff_id)
         self._bury(handoff_id, "released", "forgotten")
 
     # -- scripts

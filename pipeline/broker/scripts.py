@@ -7,6 +7,7 @@ redis-py reloads a script by itself after a server lost it (NOSCRIPT).
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,7 @@ class Scripts:
         return self._loaded[name](keys=keys, args=args)
 
 
+@cache
 def source(name: str) -> str:
     """The text of one script; a line `--@include x` stands for `x.lua` (verbs that several scripts share)."""
     folder = files("pipeline.broker") / "lua"

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
-from pipeline import prefix
 from pipeline.broker import stream
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.record import Accept
@@ -176,13 +175,11 @@ def _emit(part: Part, steps: Iterable[TokenStep]) -> int:
 
 def _reader(part: Part, attempts: Attempts, first_page: int) -> PageReader:
     services, request = part.services, part.record.request
-    start = prefix.seed(services.contract.digest, request.salt)
     frames = FrameReader(
         request.handoff_id,
         attempts,
         services.contract.page_shape,
-        prefix.chain(start, request.token_ids[: request.transfer_tokens]),
-        prefix.prompt_digest(start, request.token_ids),
+        *part.addresses(),
         first_page=first_page,
         transfer_tokens=request.transfer_tokens,
     )

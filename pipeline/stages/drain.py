@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from pipeline import prefix
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
@@ -60,6 +61,13 @@ class Part:
     @property
     def handoff_id(self) -> str:
         return self.record.handoff_id
+
+    def addresses(self) -> tuple[list[bytes], bytes]:
+        """Content address of every page that is transferred, and of the whole prompt: what P and D must agree on."""
+        request = self.record.request
+        start = prefix.seed(self.services.contract.digest, request.salt)
+        keys = prefix.chain(start, request.token_ids[: request.transfer_tokens])
+        return keys, prefix.prompt_digest(start, request.token_ids)
 
     def mark(self, name: str) -> None:
         """Note the broker's time once; the first time counts."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
-from pipeline import prefix
 from pipeline.broker.record import Accept, Snapshot
 from pipeline.broker.stream import PageWriter
 from pipeline.engines.base import Prefill, PrefillEngine, wait_in_slices
@@ -80,12 +79,6 @@ def _await(part: Part, wait: Callable[[float], bool], what: str) -> None:
 
 def _writer(part: Part, request: Request, accept: Accept) -> PageWriter:
     services = part.services
-    start = prefix.seed(services.contract.digest, request.salt)
-    frames = FrameWriter(
-        request.handoff_id,
-        Attempts(accept.prefill_attempt, accept.decode_attempt),
-        services.contract.page_shape,
-        prefix.chain(start, request.token_ids[: request.transfer_tokens]),
-        prefix.prompt_digest(start, request.token_ids),
-    )
+    attempts = Attempts(accept.prefill_attempt, accept.decode_attempt)
+    frames = FrameWriter(request.handoff_id, attempts, services.contract.page_shape, *part.addresses())
     return PageWriter(services.pages, services.blocking, frames, services.settings.broker, part.check)

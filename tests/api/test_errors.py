@@ -12,7 +12,7 @@ from pipeline.api.errors import Problem, ProblemError
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("cannot read /root/models/x/config.json now", "cannot read <path> now"),
+        ("cannot read /srv/models/x/config.json now", "cannot read <path> now"),
         ("Error 111 connecting to 127.0.0.1:6380.", "Error 111 connecting to <address>."),
         ("redis://user:secret@10.0.0.1:6379/0 refused", "<address> refused"),
         ("connect localhost:6380 failed", "connect <address> failed"),
