@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed here")
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+torch: Any = pytest.importorskip("torch")
 
 from pipeline.engines.vllm import linear  # noqa: E402
 
