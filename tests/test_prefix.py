@@ -83,4 +83,5 @@ def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
 
 
 def test_both_modules_mean_the_same_page() -> None:
-    assert prefix.PAGE_TOKENS == page.PAGE_TOKENS == 64
+    assert page.PAGE_TOKENS == 64
+    assert [len(prefix.chain(START, [1] * tokens)) for tokens in (64, 65, 128, 129)] == [1, 2, 2, 3]
