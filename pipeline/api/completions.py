@@ -10,11 +10,10 @@ from fastapi import Request
 
 from pipeline import routing
 from pipeline.api import body, plan, schemas
-from pipeline.api.answer import JSON, Answer
+from pipeline.api.answer import JSON, Answer, Head
 from pipeline.api.edge import Edge
 from pipeline.api.relay import Choice, Relay
 from pipeline.api.schemas import CompletionAsk
-from pipeline.api.served import Served
 from pipeline.errors import InvalidParameterError
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -54,21 +53,11 @@ def _choice(edge: Edge, ask: CompletionAsk, prompt: str | list[int], max_tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionShape:
+class CompletionShape(Head):
     """`text_completion`, the same object in a stream and without."""
 
-    answer_id: str
-    created: int
-    served: Served
-
     def head(self, *, stream: bool) -> JSON:
-        return {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return self.of("text_completion")
 
     def opening(self, index: int) -> None:
         return None

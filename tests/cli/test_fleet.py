@@ -14,6 +14,7 @@ import pytest
 from pipeline.cli import config
 from pipeline.cli.fleet import API, Fleet, StartError
 from pipeline.errors import ConfigError
+from tests.ports import free_port
 
 RECORDER = """#!{python}
 import json, os, signal, sys, time
@@ -25,13 +26,6 @@ signal.signal(signal.SIGTERM, end)
 print(json.dumps([sys.argv[1:], os.environ.get("OMP_NUM_THREADS"), os.environ["GIVEN"]]), flush=True)
 time.sleep(600)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def tree(python: Path, port: int, **broker: Any) -> config.Tree:

@@ -10,8 +10,9 @@ import pytest
 
 from pipeline.sample import tiny
 from tests.pairs.test_pairs import FAMILIES
+from tests.ports import free_port
 from tests.scenarios.conftest import required
-from tests.scenarios.system import System, free_port, system, worker
+from tests.scenarios.system import System, system, worker
 
 ENGINES = ("vllm", "sglang", "mlx", "reference")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.scenarios.oracle import MAX_TOKENS, Expected, ask, expected, prompts
+from tests.scenarios import oracle
+from tests.scenarios.oracle import MAX_TOKENS, Expected, prompts
 from tests.scenarios.system import System
 
 FAMILIES = ("llama", "qwen2", "qwen3") if os.environ.get("CROSSFILL_PAIRS") == "all" else ("llama",)
@@ -38,11 +39,7 @@ def own_texts(
     fleet: System, model: Path, tokenizer: Tokenizer, asked: dict[int, list[int]]
 ) -> dict[str, dict[int, Expected]]:
     """engine -> length -> what it says without us."""
-    found = {}
-    for engine in ENGINES:
-        answers = ask(engine, model, list(asked.values()))
-        found[engine] = {n: expected(tokenizer, a) for n, a in zip(asked, answers, strict=True)}
-    return found
+    return oracle.own_texts(ENGINES, model, tokenizer, asked)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

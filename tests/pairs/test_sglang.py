@@ -17,9 +17,11 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.ports import free_port
+from tests.scenarios import oracle
 from tests.scenarios.conftest import MODEL, required
-from tests.scenarios.oracle import MAX_TOKENS, Expected, ask, expected, prompts
-from tests.scenarios.system import System, eventually, free_port, system, worker
+from tests.scenarios.oracle import MAX_TOKENS, Expected, prompts
+from tests.scenarios.system import System, eventually, system, worker
 from tests.scenarios.test_disconnect import _leave_after
 
 pytestmark = [pytest.mark.processes, pytest.mark.real_model, pytest.mark.timeout(600)]
@@ -65,11 +67,7 @@ def own_texts(asked: dict[int, list[int]], tokenizer: Tokenizer) -> dict[str, di
     """engine -> length -> what it says without us."""
     for engine in ("mlx", "sglang"):
         required(engine)
-    found = {}
-    for engine in ("sglang", "mlx", "reference"):
-        answers = ask(engine, MODEL, list(asked.values()))
-        found[engine] = {n: expected(tokenizer, a) for n, a in zip(asked, answers, strict=True)}
-    return found
+    return oracle.own_texts(("sglang", "mlx", "reference"), MODEL, tokenizer, asked)
 
 
 def decoder_of(direction: str) -> tuple[str, str]:

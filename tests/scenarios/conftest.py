@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.cli import machine
 from pipeline.sample import tiny
-from tests.scenarios.system import System, free_port, system, worker
+from tests.ports import free_port
+from tests.scenarios.system import System, system, worker
 
 MODEL = Path("models/smollm2-135m")
 LEASE_S = 3.0

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,17 @@ def ask(engine: str, model: Path, asked: list[list[int]]) -> list[dict[str, Any]
     assert done.returncode == 0, done.stderr[-2000:]
     answers: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])["outputs"]
     return answers
+
+
+def own_texts(
+    engines: Iterable[str], model: Path, tokenizer: Tokenizer, asked: dict[int, list[int]]
+) -> dict[str, dict[int, Expected]]:
+    """engine -> length -> what it says without us."""
+    found = {}
+    for engine in engines:
+        answers = ask(engine, model, list(asked.values()))
+        found[engine] = {n: expected(tokenizer, a) for n, a in zip(asked, answers, strict=True)}
+    return found
 
 
 def expected(tokenizer: Tokenizer, answer: dict[str, Any]) -> Expected:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,9 +123,3 @@ def worker(name: str, engine: str, model: Path, role: str = "both", **settings: 
     """Settings of one replica in the environment where its engine is installed."""
     python = machine.interpreters(Path(), Path(sys.prefix)).get(engine, Path(sys.executable))
     return {"name": name, "engine": engine, "model": model, "role": role, "python": python} | settings
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
+from tests.scenarios import oracle
 from tests.scenarios.conftest import MODEL
-from tests.scenarios.oracle import LENGTHS, MAX_TOKENS, Expected, ask, expected, prompts
+from tests.scenarios.oracle import LENGTHS, MAX_TOKENS, Expected, prompts
 from tests.scenarios.system import System, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.real_model, pytest.mark.timeout(600)]
@@ -31,11 +32,7 @@ def asked(tokenizer: Tokenizer) -> dict[int, list[int]]:
 @pytest.fixture(scope="module")
 def own_texts(real: System, tokenizer: Tokenizer, asked: dict[int, list[int]]) -> dict[str, dict[int, Expected]]:
     """engine -> length -> what it says without us."""
-    found = {}
-    for engine in ("vllm", "mlx", "reference"):
-        answers = ask(engine, MODEL, list(asked.values()))
-        found[engine] = {n: expected(tokenizer, a) for n, a in zip(asked, answers, strict=True)}
-    return found
+    return oracle.own_texts(("vllm", "mlx", "reference"), MODEL, tokenizer, asked)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
