@@ -12,13 +12,14 @@ from typing import Any
 
 from pipeline.engines.base import FinishReason, TokenStep
 from pipeline.engines.sglang.message import Kind, Message
-from pipeline.engines.sglang.ticket import Host, Ticket
+from pipeline.engines.sglang.ticket import Host, SglangTicket
+from pipeline.engines.ticket import require_next
 from pipeline.errors import EngineError
-from pipeline.page import Page, page_count, page_tokens, require_finite
+from pipeline.page import Page, page_count, require_finite
 from pipeline.request import Request
 
 
-class SglangAdmission(Ticket):
+class SglangAdmission(SglangTicket):
     """`limit`: its max_tokens, or less where the context window ends before."""
 
     def __init__(self, room: int, request: Request, host: Host, limit: int) -> None:
@@ -95,11 +96,7 @@ class SglangAdmission(Ticket):
             yield step
 
     def _require_next(self, page: Page) -> None:
-        if self._decoding or page.index != self._next or self._next >= self.pages:
-            raise EngineError(f"page {page.index} cannot be imported: {self._next} of {self.pages} pages are here")
-        expected = page_tokens(page.index, self.request.transfer_tokens)
-        if page.tokens != expected:
-            raise EngineError(f"page {page.index} has {page.tokens} tokens, expected {expected}")
+        require_next(page, self._next, self.pages, self.request)
         if page.data.shape != self._host.link.shape.array:
             raise EngineError(f"page {page.index} is {page.data.shape}, not {self._host.link.shape.array}")
 

@@ -17,14 +17,15 @@ from typing import Any
 
 from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
-from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
+from pipeline.engines.base import Capabilities, Check, EngineStats
 from pipeline.engines.sglang.admission import SglangAdmission
 from pipeline.engines.sglang.link import Link
 from pipeline.engines.sglang.message import Message
 from pipeline.engines.sglang.prefill import SglangPrefill
 from pipeline.engines.sglang.server import Server
-from pipeline.engines.sglang.ticket import Ticket
-from pipeline.errors import ConfigError, CrossfillError, DeadlineError, EngineError
+from pipeline.engines.sglang.ticket import SglangTicket
+from pipeline.engines.ticket import admitted, require_fit
+from pipeline.errors import ConfigError, CrossfillError, EngineError
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request, Sampling
 from pipeline.settings import EngineSettings
@@ -63,7 +64,7 @@ class SglangEngine:
         self._limit = min(self._contract.context_length, self._pages * PAGE_TOKENS - _MARGIN_TOKENS)
         self._rooms = itertools.count(1)
         self._lock = threading.Lock()
-        self._live: dict[int, Ticket] = {}
+        self._live: dict[int, SglangTicket] = {}
         self._backlog: deque[SglangPrefill] = deque()
         self._generation = 0
         self._prompt_tokens_computed = 0
@@ -95,7 +96,7 @@ class SglangEngine:
     def prefill(self, request: Request) -> SglangPrefill:
         """Raises EngineError at once for a prompt that can never fit, in the wrong role, or when SGLang is dead."""
         self._require_role("prefill")
-        self._require_fit(request)
+        require_fit(request, self._limit, self._contract)
         ticket = SglangPrefill(next(self._rooms), request, self)
         with self._lock:
             self._require_alive()
@@ -111,7 +112,7 @@ class SglangEngine:
         self._require_role("decode")
         if local or not request.first_token:
             raise EngineError("SGLang in decode mode computes no prompts: it needs all of the KV and P's first token")
-        self._require_fit(request)
+        require_fit(request, self._limit, self._contract)
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
         self._require_room(len(request.token_ids), limit)
         ticket = SglangAdmission(next(self._rooms), request, self, limit)
@@ -119,15 +120,7 @@ class SglangEngine:
             self._require_alive()
             self._live[ticket.room] = ticket
         self._server.start(ticket, _sampling(request.sampling, limit), self._cache_key(request))
-        try:
-            admitted = wait_in_slices(ticket.wait_admitted, timeout_s, check)
-        except BaseException:
-            ticket.close()
-            raise
-        if not admitted:
-            ticket.close()
-            raise DeadlineError(f"SGLang had no room for {len(request.token_ids)} tokens within {timeout_s:g} s")
-        return ticket
+        return admitted(ticket, timeout_s, check, "SGLang")
 
     def stats(self) -> EngineStats:
         """Free pages are 0 once SGLang is dead."""
@@ -162,7 +155,7 @@ class SglangEngine:
 
     # What tickets ask.
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: SglangTicket) -> None:
         with self._lock:
             waiting = ticket in self._backlog
             if isinstance(ticket, SglangPrefill) and waiting:
@@ -226,16 +219,6 @@ class SglangEngine:
     def _require_role(self, role: str) -> None:
         if self._role != role:
             raise EngineError(f"this SGLang was started for {self._role}, not for {role}")
-
-    def _require_fit(self, request: Request) -> None:
-        tokens = len(request.token_ids)
-        if tokens >= self._limit:  # one place is for the first token
-            setting = "context_length" if self._limit == self._contract.context_length else "kv_cache_bytes"
-            raise EngineError(
-                f"a prompt of {tokens} tokens can never run here: {setting} allows {self._limit - 1}, raise it"
-            )
-        if not all(0 <= token < self._contract.vocab_size for token in request.token_ids):
-            raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
 
     def _require_room(self, prompt_tokens: int, limit: int) -> None:
         """SGLang admits a request only if what it may generate (as far as it looks ahead) fits behind the prompt."""

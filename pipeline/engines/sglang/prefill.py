@@ -9,51 +9,47 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.engines.sglang.message import Kind, Message
-from pipeline.engines.sglang.ticket import Host, Ticket
+from pipeline.engines.sglang.ticket import Host, SglangTicket
+from pipeline.engines.ticket import Unread
 from pipeline.errors import EngineError
 from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
 
-class SglangPrefill(Ticket):
+class SglangPrefill(SglangTicket):
     def __init__(self, room: int, request: Request, host: Host) -> None:
         super().__init__(room, request, host)
         self.pages = page_count(request.transfer_tokens)
         self.computed_tokens = 0  # prompt tokens that ran through the model; known at the end
         self._ready = 0
-        self._next = 0  # pages before this one were read or skipped
-        self._read: set[int] = set()  # read ahead of `_next`
+        self._unread = Unread(self.pages)
         self._first_token: int | None = None
         self._released = False
 
     def wait_ready(self, index: int, timeout_s: float) -> bool:
-        self._require_page(index)
+        self._unread.require_page(index)
         with self.changed:
             return self._wait(lambda: index < self._ready, timeout_s)
 
     def read(self, index: int) -> Page:
         """A page that was read or skipped is gone: EngineError."""
-        self._require_page(index)
+        self._unread.require_page(index)
         with self.changed:
             self._wait(lambda: index < self._ready)
-            if index < self._next or index in self._read:
-                raise EngineError(f"page {index} was read or skipped already")
+            self._unread.require(index)
             self._copying += 1
         try:
             page = self._copy(index)
         finally:
             self._end_copy()
         with self.changed:
-            self._read.add(index)
+            self._unread.read(index)
         self.skip_to(0)
         return page
 
     def skip_to(self, index: int) -> None:
         with self.changed:
-            self._next = max(self._next, min(index, self.pages))
-            while self._next in self._read:
-                self._next += 1
-            self._read = {ahead for ahead in self._read if ahead > self._next}
+            self._unread.skip_to(index)
         self._release()
         self._host.moved()
 
@@ -73,7 +69,7 @@ class SglangPrefill(Ticket):
     @property
     def kept_pages(self) -> int:
         """Pages that are still to be read: what the quota counts."""
-        return self.pages - self._next - len(self._read)
+        return self._unread.count
 
     @property
     def _finishing(self) -> bool:
@@ -82,10 +78,6 @@ class SglangPrefill(Ticket):
     @property
     def _whole(self) -> bool:
         return self._released or self._closed
-
-    def _require_page(self, index: int) -> None:
-        if not 0 <= index < self.pages:
-            raise EngineError(f"there is no page {index}: the prompt has {self.pages} pages to transfer")
 
     def _copy(self, index: int) -> Page:
         data = self._host.link.copy_out(self.room, index)

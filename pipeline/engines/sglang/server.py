@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.engines.sglang.message import ADDRESS
-from pipeline.engines.sglang.ticket import Ticket
+from pipeline.engines.sglang.ticket import SglangTicket
 from pipeline.errors import ConfigError, EngineError
 from pipeline.page import PAGE_TOKENS
 
@@ -60,10 +60,10 @@ class Server:
 
     # Any thread; these return at once.
 
-    def start(self, ticket: Ticket, sampling: dict[str, Any], cache_key: str) -> None:
+    def start(self, ticket: SglangTicket, sampling: dict[str, Any], cache_key: str) -> None:
         self._post(self._follow(ticket, sampling, cache_key))
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: SglangTicket) -> None:
         """Have SGLang drop it, repeated until its stream has ended."""
         self._post(self._abort(ticket))
 
@@ -92,7 +92,7 @@ class Server:
 
     # The loop's thread.
 
-    async def _follow(self, ticket: Ticket, sampling: dict[str, Any], cache_key: str) -> None:
+    async def _follow(self, ticket: SglangTicket, sampling: dict[str, Any], cache_key: str) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         try:
@@ -122,13 +122,13 @@ class Server:
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
 
-    async def _abort(self, ticket: Ticket) -> None:
+    async def _abort(self, ticket: SglangTicket) -> None:
         while not ticket.ended:
             self._manager.abort_request(ticket.rid)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
 
-async def _read(ticket: Ticket, outputs: Any) -> None:
+async def _read(ticket: SglangTicket, outputs: Any) -> None:
     """Pass on what is new in each output: its ids are all so far, or only the new ones, and the count tells which."""
     seen = 0
     async for output in outputs:

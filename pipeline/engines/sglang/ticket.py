@@ -6,13 +6,12 @@ request that has not been handed to SGLang yet ends without it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from pipeline.engines.sglang.link import Link
 from pipeline.engines.sglang.message import Message
-from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError
+from pipeline.engines.ticket import Ticket
+from pipeline.errors import EngineError
 from pipeline.request import Request
 
 
@@ -21,7 +20,7 @@ class Host(Protocol):
 
     link: Link
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: SglangTicket) -> None:
         """Have SGLang end the request; one that it has not got yet ends here."""
         ...
 
@@ -30,38 +29,26 @@ class Host(Protocol):
         ...
 
 
-class Ticket:
-    """`room` is unique in its process. Fields are guarded by `changed`."""
+class SglangTicket(Ticket):
+    """`room` is unique in its process."""
 
     def __init__(self, room: int, request: Request, host: Host) -> None:
+        super().__init__(request)
         self.room = room
-        self.rid = (
-            f"crossfill-{room:016x}"  # fixed width: SGLang aborts every request whose id begins with the given one
-        )
-        self.request = request
-        self.changed = threading.Condition()
+        # Of fixed width: SGLang aborts every request whose id begins with the given one.
+        self.rid = f"crossfill-{room:016x}"
         self._host = host
-        self._copying = 0  # page copies running right now, on the threads of jobs
-        self._closed = False
         self._ended = False
-        self._error: CrossfillError | None = None
 
     # The job's side.
 
     def close(self) -> None:
         """Wake every waiting call, drain running copies, abort; returns once SGLang holds nothing. Idempotent."""
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._copying)
+        self._drain()
         if not self._finishing:
             self._host.abort(self)
         with self.changed:
             self.changed.wait_for(lambda: self._ended)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def ended(self) -> bool:
@@ -78,23 +65,6 @@ class Ticket:
         """It ends by itself at once: an abort could only turn success into failure."""
         return False
 
-    def _require_alive(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise HandoffCancelledError(f"handoff {self.request.handoff_id} was closed")
-
-    def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Caller holds `changed`. False after the timeout; raises what ended the ticket."""
-        done = self.changed.wait_for(lambda: self._error is not None or self._closed or ready(), timeout_s)
-        self._require_alive()
-        return done
-
-    def _end_copy(self) -> None:
-        with self.changed:
-            self._copying -= 1
-            self.changed.notify_all()
-
     # The link's thread.
 
     def on_message(self, message: Message) -> None:
@@ -105,12 +75,6 @@ class Ticket:
     def on_output(self, token_ids: list[int], finished: str | None, meta: dict[str, Any]) -> None:
         """New token ids; `finished` is SGLang's word for why these are the last."""
         raise NotImplementedError
-
-    def fail(self, error: CrossfillError) -> None:
-        """Every waiting and later call raises `error`. The first stays."""
-        with self.changed:
-            self._error = self._error or error
-            self.changed.notify_all()
 
     def end(self) -> None:
         with self.changed:

@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from pipeline.contract import decode as decode_contract
 from pipeline.engines.vllm.blocks import BlockPages
 from pipeline.engines.vllm.copier import Copier
-from pipeline.engines.vllm.exchange import Exchange, Ticket, find
+from pipeline.engines.vllm.exchange import Exchange, VllmTicket, find
 from pipeline.engines.vllm.export import Export
 from pipeline.engines.vllm.intake import Intake
 from pipeline.engines.vllm.table import BlockTable
@@ -52,7 +52,7 @@ class Admitting(NamedTuple):
 class Scheduled(NamedTuple):
     """One request of a step: tokens [before, after) run through the model."""
 
-    ticket: Ticket
+    ticket: VllmTicket
     before: int
     after: int
     blocks: list[int]
@@ -183,7 +183,7 @@ class PageConnector(KVConnectorBase_V1):
         """Nothing: pages are read out of the blocks, when somebody wants them."""
 
 
-def _scheduled(scheduler_output: Any, tickets: dict[str, Ticket], table: BlockTable) -> Iterator[Scheduled]:
+def _scheduled(scheduler_output: Any, tickets: dict[str, VllmTicket], table: BlockTable) -> Iterator[Scheduled]:
     cached = scheduler_output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}

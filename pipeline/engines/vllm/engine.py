@@ -16,14 +16,15 @@ from typing import Any
 from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
-from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
+from pipeline.engines.base import Capabilities, Check, EngineStats
+from pipeline.engines.ticket import admitted, require_fit
 from pipeline.engines.vllm import linear
 from pipeline.engines.vllm.blocks import verify_layout
-from pipeline.engines.vllm.exchange import Exchange, Ticket, register, unregister
+from pipeline.engines.vllm.exchange import Exchange, VllmTicket, register, unregister
 from pipeline.engines.vllm.export import Export
 from pipeline.engines.vllm.intake import Intake
 from pipeline.engines.vllm.loop import EngineLoop
-from pipeline.errors import ConfigError, CrossfillError, DeadlineError, EngineError
+from pipeline.errors import ConfigError, CrossfillError
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -80,7 +81,7 @@ class VllmEngine:
 
     def prefill(self, request: Request) -> Export:
         """Raises EngineError at once for a prompt that can never fit, or when the engine is dead."""
-        self._require_fit(request)
+        require_fit(request, self._limit, self._contract)
         export = Export(self._key("p", request), request, self._exchange)
         self._loop.submit(export)
         return export
@@ -89,18 +90,10 @@ class VllmEngine:
         self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
     ) -> Intake:
         """Raises DeadlineError when vLLM found no room in time, EngineError for a prompt that can never fit."""
-        self._require_fit(request)
+        require_fit(request, self._limit, self._contract)
         intake = Intake(self._key("d", request), request, self._exchange, local=local)
         self._loop.submit(intake)
-        try:
-            admitted = wait_in_slices(intake.wait_admitted, timeout_s, check)
-        except BaseException:
-            intake.close()
-            raise
-        if not admitted:
-            intake.close()
-            raise DeadlineError(f"vLLM had no room for {len(request.token_ids)} prompt tokens within {timeout_s} s")
-        return intake
+        return admitted(intake, timeout_s, check, "vLLM")
 
     def stats(self) -> EngineStats:
         """Free pages are 0 once the engine is dead."""
@@ -124,16 +117,6 @@ class VllmEngine:
 
     def _key(self, role: str, request: Request) -> str:
         return f"{role}{next(self._keys)}-{request.handoff_id}"
-
-    def _require_fit(self, request: Request) -> None:
-        tokens = len(request.token_ids)
-        if tokens >= self._limit:  # one place is for the first token
-            setting = "context_length" if self._limit == self._contract.context_length else "kv_cache_bytes"
-            raise EngineError(
-                f"a prompt of {tokens} tokens can never run here: {setting} allows {self._limit - 1}, raise it"
-            )
-        if not all(0 <= token < self._contract.vocab_size for token in request.token_ids):
-            raise EngineError(f"a token id is outside the vocabulary of {self._contract.vocab_size}")
 
     def _build(self, checkpoint: Path) -> Any:
         """The LLMEngine, on the engine's thread.
@@ -193,5 +176,5 @@ class VllmEngine:
         )
 
 
-def _held_pages(ticket: Ticket) -> int:
+def _held_pages(ticket: VllmTicket) -> int:
     return ticket.held_pages if isinstance(ticket, Export) else ticket.pages if isinstance(ticket, Intake) else 0

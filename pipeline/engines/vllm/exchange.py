@@ -13,33 +13,25 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from pipeline.engines.ticket import Ticket
 from pipeline.engines.vllm.copier import Copier
-from pipeline.errors import ConfigError, CrossfillError, EngineError, HandoffCancelledError
+from pipeline.errors import ConfigError, CrossfillError, EngineError
 from pipeline.request import Request
 
 
-class Ticket:
-    """One request inside the engine. `key` names it for vLLM, unique per call: attempts of a handoff never mix.
+class VllmTicket(Ticket):
+    """One request inside vLLM. `key` names it for vLLM, unique per call: attempts of a handoff never mix.
 
     `gone` is the end: vLLM holds neither the request nor a block of it any more.
     """
 
     def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
+        super().__init__(request)
         self.key = key
-        self.request = request
-        self.changed = threading.Condition()
         self._exchange = exchange
-        self._copying = 0  # page copies running right now, on the threads of jobs
-        self._closed = False
         self._gone = False
-        self._error: CrossfillError | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def gone(self) -> bool:
@@ -55,12 +47,9 @@ class Ticket:
 
         Returns once vLLM has freed the blocks (about one engine step), or at once when the engine is dead.
         """
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._copying)
-            if self._gone:
-                return
+        self._drain()
+        if self._gone:
+            return
         try:
             self._exchange.post(Abort(self))
         except CrossfillError:  # the engine has ended, and with it every block
@@ -68,47 +57,24 @@ class Ticket:
         with self.changed:
             self.changed.wait_for(lambda: self._gone)
 
-    def fail(self, error: CrossfillError) -> None:
-        """Every waiting and later call raises `error`."""
-        with self.changed:
-            self._error = self._error or error
-            self.changed.notify_all()
-
     def vanish(self) -> None:
         """Engine thread: vLLM has let go of the request."""
         with self.changed:
             self._gone = True
             self.changed.notify_all()
 
-    def _require_alive(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise HandoffCancelledError(f"handoff {self.request.handoff_id} was closed")
-
-    def _wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Caller holds `changed`. False after the timeout; raises what ended the ticket."""
-        done = self.changed.wait_for(lambda: bool(self._error) or self._closed or ready(), timeout_s)
-        self._require_alive()
-        return done
-
     def _begin_copy(self) -> Copier:
         """Caller holds `changed`."""
         self._copying += 1
         return self._exchange.copier
 
-    def _end_copy(self) -> None:
-        with self.changed:
-            self._copying -= 1
-            self.changed.notify_all()
-
 
 class Submit(NamedTuple):
-    ticket: Ticket
+    ticket: VllmTicket
 
 
 class Abort(NamedTuple):
-    ticket: Ticket
+    ticket: VllmTicket
 
 
 class Reset(NamedTuple):
@@ -129,11 +95,11 @@ class Exchange:
 
     def __init__(self) -> None:
         self.id = f"crossfill-{next(_IDS)}"
-        self.by_key: dict[str, Ticket] = {}  # engine thread only; tickets that vLLM knows
-        self.by_engine_id: dict[str, Ticket] = {}  # the same under vLLM's own, suffixed request ids
+        self.by_key: dict[str, VllmTicket] = {}  # engine thread only; tickets that vLLM knows
+        self.by_engine_id: dict[str, VllmTicket] = {}  # the same under vLLM's own, suffixed request ids
         self.prompt_tokens_computed = 0
         self.progress = False  # the last step ran the model or moved a request on: step again without waiting
-        self.held: dict[str, Ticket] = {}  # by vLLM's id: finished, but blocks are kept until `released`
+        self.held: dict[str, VllmTicket] = {}  # by vLLM's id: finished, but blocks are kept until `released`
         self._copier: Copier | None = None
         self._changed = threading.Condition()
         self._woken = False

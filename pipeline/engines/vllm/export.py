@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeline.engines.ticket import Unread
 from pipeline.engines.vllm.copier import Copier, Fence
-from pipeline.engines.vllm.exchange import Exchange, Ticket
-from pipeline.errors import EngineError
+from pipeline.engines.vllm.exchange import Exchange, VllmTicket
 from pipeline.page import Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
@@ -32,35 +32,34 @@ class Batch(NamedTuple):
     after: Fence
 
 
-class Export(Ticket):
+class Export(VllmTicket):
     def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
         super().__init__(key, request, exchange)
         self.pages = page_count(request.transfer_tokens)
         self._marks: list[Mark] = []  # growing; pages are in `_blocks`
         self._blocks: list[int] = []
         self._copied: dict[int, PageArray] = {}  # taken along with another page, not read yet
-        self._next = 0  # pages before this one were read or skipped
-        self._read: set[int] = set()  # read ahead of `_next`
+        self._unread = Unread(self.pages)
         self._computed: Fence | None = None  # set with the step that ends the prompt
         self._first_tokens: tuple[int, ...] = ()
 
     # --- the job's side
 
     def wait_ready(self, index: int, timeout_s: float) -> bool:
-        self._require_page(index)
+        self._unread.require_page(index)
         with self.changed:
             return self._wait(lambda: index < self._ready, timeout_s)
 
     def read(self, index: int) -> Page:
         """A page that was read or skipped is gone: EngineError."""
-        self._require_page(index)
+        self._unread.require_page(index)
         source = self._source(index)
         data = self._copy(index, source) if isinstance(source, Batch) else source
         page = Page(index, page_tokens(index, self.request.transfer_tokens), data)
         data[:, :, :, page.tokens :] = 0
         require_finite(page)
         with self.changed:
-            self._read.add(index)
+            self._unread.read(index)
         self.skip_to(0)
         return page
 
@@ -68,8 +67,7 @@ class Export(Ticket):
         """The page, when an earlier copy took it along, else what to copy; `_copy` must follow."""
         with self.changed:
             self._wait(lambda: index < self._ready)
-            if index < self._next or index in self._read:
-                raise EngineError(f"page {index} was read or skipped already")
+            self._unread.require(index)
             if (data := self._copied.pop(index, None)) is not None:
                 return data
             # The step that completed the page, not the last one: that may still run.
@@ -90,11 +88,8 @@ class Export(Ticket):
 
     def skip_to(self, index: int) -> None:
         with self.changed:
-            self._next = max(self._next, min(index, self.pages))
-            while self._next in self._read:
-                self._next += 1
-            self._read = {ahead for ahead in self._read if ahead > self._next}
-            for passed in [one for one in self._copied if one < self._next]:
+            self._unread.skip_to(index)
+            for passed in [one for one in self._copied if one < self._unread.first]:
                 del self._copied[passed]
         self._exchange.wake()  # blocks to free, or room for a prompt that was held back
 
@@ -124,24 +119,20 @@ class Export(Ticket):
     def _ready(self) -> int:
         return self._marks[-1].ready if self._marks else 0
 
-    def _require_page(self, index: int) -> None:
-        if not 0 <= index < self.pages:
-            raise EngineError(f"there is no page {index}: the prompt has {self.pages} pages to transfer")
-
     # --- the engine thread's side
 
     @property
     def held_pages(self) -> int:
         """Pages that are still to be read: what the quota counts."""
-        return self.pages - self._next - len(self._read)
+        return self._unread.count
 
     @property
     def released(self) -> bool:
         """No copy runs and none will ever begin: vLLM may reuse the blocks.
 
-        Lock-free: `_closed` and `_next` only grow, and no copy begins after either has reached its end.
+        Lock-free: `_closed` and the first unread page only grow, and no copy begins after either has reached its end.
         """
-        return (self._closed or self._next >= self.pages) and not self._copying
+        return (self._closed or self._unread.first >= self.pages) and not self._copying
 
     def publish(self, ready: int, blocks: Sequence[int], fence: Fence, *, done: bool = False) -> None:
         """Pages [0, ready) are complete in these blocks once `fence` has passed; `done`: so is the prompt."""

@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pipeline.engines.base import TokenStep
+from pipeline.engines.ticket import require_next
 from pipeline.engines.vllm.copier import Copier, Fence
-from pipeline.engines.vllm.exchange import Exchange, Ticket
+from pipeline.engines.vllm.exchange import Exchange, VllmTicket
 from pipeline.errors import EngineError
-from pipeline.page import Page, page_count, page_tokens, require_finite
+from pipeline.page import Page, page_count, require_finite
 from pipeline.request import Request
 
 
-class Intake(Ticket):
+class Intake(VllmTicket):
     def __init__(self, key: str, request: Request, exchange: Exchange, *, local: bool) -> None:
         super().__init__(key, request, exchange)
         self.pages = page_count(request.transfer_tokens)
@@ -52,7 +53,7 @@ class Intake(Ticket):
         require_finite(page)
         with self.changed:
             self._require_alive()
-            self._require_next(page)
+            require_next(page, self._next, self.pages, self.request)
             copier = self._begin_copy()
         try:
             self._stage(page, copier)
@@ -91,13 +92,6 @@ class Intake(Ticket):
                 step = self._steps.popleft()
             finish = step.finish
             yield step
-
-    def _require_next(self, page: Page) -> None:
-        if page.index != self._next or self._next >= self.pages:
-            raise EngineError(f"page {page.index} cannot be imported: {self._next} of {self.pages} pages are here")
-        expected = page_tokens(page.index, self.request.transfer_tokens)
-        if page.tokens != expected:
-            raise EngineError(f"page {page.index} has {page.tokens} tokens, expected {expected}")
 
     # --- the engine thread's side
 

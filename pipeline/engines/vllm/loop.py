@@ -15,7 +15,7 @@ from typing import Any
 from vllm import exceptions as vllm_exceptions
 
 from pipeline.engines.base import TokenStep
-from pipeline.engines.vllm.exchange import Abort, Exchange, Reset, Stop, Submit, Ticket
+from pipeline.engines.vllm.exchange import Abort, Exchange, Reset, Stop, Submit, VllmTicket
 from pipeline.engines.vllm.export import Export
 from pipeline.engines.vllm.intake import Intake
 from pipeline.engines.vllm.sampling import for_decode, for_prefill
@@ -53,7 +53,7 @@ class EngineLoop:
 
     # --- any thread
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: VllmTicket) -> None:
         self._exchange.post(Submit(ticket))
 
     def reset_prefix_cache(self) -> None:
@@ -73,7 +73,7 @@ class EngineLoop:
         return self._exchange.ended is None
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[VllmTicket]:
         """Everything inside vLLM or waiting for it."""
         return [*list(self._exchange.by_key.values()), *list(self._backlog)]
 
@@ -145,7 +145,7 @@ class EngineLoop:
                 return
             self._add(self._backlog.popleft())
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, ticket: VllmTicket) -> None:
         if ticket.closed:
             ticket.vanish()
             return
@@ -164,7 +164,7 @@ class EngineLoop:
             ticket.fail(EngineError(f"vLLM refuses the request: {error}"))
             ticket.vanish()
 
-    def _abort(self, ticket: Ticket) -> None:
+    def _abort(self, ticket: VllmTicket) -> None:
         if ticket.key in self._exchange.by_key:
             self._engine.abort_request([ticket.key])
             return
