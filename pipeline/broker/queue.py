@@ -53,6 +53,7 @@ Handler = Callable[[str], JSON]
 
 RESULT_BYTES = 4096
 _PAUSE_S = 1.0  # after trouble with the broker, before the next attempt
+_TELLS = 5  # attempts to tell RQ how a job ended before the last one; its claim to be running ends by itself later
 _TTL_S = 90  # a silent worker's record, and its jobs' claim to be running, end after this
 
 
@@ -219,9 +220,7 @@ class ConcurrentWorker(BaseWorker):
 
     def _perform(self, job: HandoffJob, execution: Execution) -> None:
         try:
-            settle = self._call(job, execution)
-            with self._lock:
-                settle()
+            self._tell(self._call(job, execution))
         except Exception:
             self.log.exception("worker %s: job %s has ended, but RQ could not be told", self.name, job.id)
         finally:
@@ -231,6 +230,19 @@ class ConcurrentWorker(BaseWorker):
             self._free.release()
             with suppress(RedisError), self._lock:
                 self.set_state(WorkerStatus.IDLE)
+
+    def _tell(self, settle: Callable[[], None]) -> None:
+        """The broker may be full or away just now. Telling RQ twice changes nothing: it overwrites the same end."""
+        for _ in range(_TELLS):
+            try:
+                with self._lock:
+                    settle()
+                return
+            except RedisError as error:
+                self.log.warning("worker %s: an end is not told yet: %s: %s", self.name, type(error).__name__, error)
+                self._ended.wait(_PAUSE_S)
+        with self._lock:
+            settle()
 
     def _call(self, job: HandoffJob, execution: Execution) -> Callable[[], None]:
         """Run the handler; returns how to tell RQ what came of it."""

@@ -170,8 +170,8 @@ def test_enqueue_refuses_a_function_that_is_not_ours(client: Redis) -> None:
 def test_as_many_jobs_at_once_as_there_are_slots(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
     ids = _put(client, *(f"h{n}" for n in range(7)))
     with _working(worker, desk):
-        _wait(lambda: worker.running == 4, "four running")
-        assert sorted(desk.seen) == ["h0", "h1", "h2", "h3"]
+        _wait(lambda: sorted(desk.seen) == ["h0", "h1", "h2", "h3"], "four running")
+        assert worker.running == 4
         assert sorted(_started(client)) == sorted(ids[:4])
         assert queue.queue_lengths(client, [NAME]) == {NAME: 3}
         shown = Worker.all(connection=client, serializer=JSONSerializer)
@@ -392,6 +392,20 @@ def test_the_worker_lives_through_a_broker_that_is_full_or_cuts_it_off(
         _wait(lambda: _status(client, first[0]) == JobStatus.FINISHED, "finished after the trouble")
         second = _put(client, "h1")
         _wait(lambda: _status(client, second[0]) == JobStatus.FINISHED, "finished later")
+
+
+def test_an_end_that_a_full_broker_refused_is_told_later(
+    client: Redis, redis_client: Redis, desk: Desk, worker: ConcurrentWorker
+) -> None:
+    with _working(worker, desk):
+        (job_id,) = _put(client, "h0")
+        _wait(lambda: desk.seen == ["h0"], "begun")
+        redis_client.config_set("maxmemory", 1)
+        desk.gate.set()
+        time.sleep(0.2)
+        redis_client.config_set("maxmemory", 0)
+        _wait(lambda: _status(client, job_id) == JobStatus.FINISHED, "finished")
+    assert _job(client, job_id).return_value() == {"echo": "h0"}
 
 
 def test_heartbeats_keep_jobs_and_worker_and_bring_back_a_lost_registration(client: Redis, desk: Desk) -> None:
