@@ -2,6 +2,7 @@
 
 An engine's tests run where that engine is installed and are skipped elsewhere: a test counts once, by its best
 outcome but for a failure. Exit status 1 when anything failed, nothing ran, or an engine that must be here was skipped.
+Two runs at a time where there are two cores: each one's output comes as a whole when it ends.
 Run by `make test`; further arguments go to pytest.
 """
 
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -24,6 +27,7 @@ VLLM = ROOT / ".venv-vllm"
 SGLANG = ROOT / ".venv-sglang"
 BLAS = CORE / "lib" / "crossfill_blas.so"
 NO_GPU = "no GPU here"  # the reason of a skip
+BEAT_S = 60.0  # what runs is named this often
 NOTHING_COLLECTED = 5  # pytest's exit status when a filter leaves no test
 
 
@@ -52,16 +56,19 @@ class Result(NamedTuple):
 
 _CORE = ("reference", "mlx")
 _ELSEWHERE = ("--ignore=tests/engines", "--ignore=tests/pairs")
+_SYSTEMS = ("tests/scenarios", "tests/cli")  # whole systems of many processes: half of the time
+_UNITS = ("tests", *_ELSEWHERE, *(f"--ignore={folder}" for folder in _SYSTEMS))
 _ALL = ("mlx", "vllm", "sglang")
 RANK = {"skipped": 0, "passed": 1, "failed": 2}
 
 
 def plan() -> list[Run]:
-    """What runs on this machine."""
+    """What runs on this machine, the longest first."""
     preload = BLAS if BLAS.exists() else None
     both = sys.platform == "linux" and platform.machine() == "x86_64"
     runs = [
-        Run("units and scenarios", CORE, ("tests", *_ELSEWHERE), _ALL if both else ()),
+        Run("scenarios", CORE, _SYSTEMS, _ALL if both else ()),
+        Run("units", CORE, _UNITS, ("reference",)),
         Run("engines: reference, MLX", CORE, ("tests/engines", "-k", "not vllm and not sglang"), _CORE, preload),
     ]
     if both:
@@ -74,18 +81,43 @@ def plan() -> list[Run]:
 
 def execute(run: Run, extra: Sequence[str]) -> Result:
     """Run pytest and read its report. Whatever keeps it from reporting is a failed case of its own."""
-    report = REPORTS / f"junit-{'-'.join(run.engines) or 'core'}.xml"
+    report, log = _file(run, ".xml"), _file(run, ".log")
     report.unlink(missing_ok=True)
-    print(f"== {run.name} ({run.environment.name})", flush=True)
     start = time.monotonic()
     python = str(run.environment / "bin" / "python")
     argv = [python, "-m", "pytest", "-q", f"--junitxml={report}", *run.arguments, *extra]
-    status = subprocess.run(argv, cwd=ROOT, env=variables(run), check=False).returncode
-    print(f"== {run.name}: {time.monotonic() - start:.0f} s\n", flush=True)
+    with log.open("w") as output:
+        status = subprocess.run(
+            argv, cwd=ROOT, env=variables(run), stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    title = f"== {run.name} ({run.environment.name}): {time.monotonic() - start:.0f} s"
+    print(f"{title}\n{log.read_text(errors='replace')}", flush=True)
     cases = read(report.read_text(encoding="utf-8")) if report.exists() else []
     if status not in (0, 1, NOTHING_COLLECTED) or not report.exists():
         cases.append(Case(f"pytest ({run.name})", "failed"))
     return Result(cases, status)
+
+
+def execute_all(runs: Sequence[Run], extra: Sequence[str], lanes: int) -> list[Result]:
+    """The results in the order of `runs`, `lanes` of which run at a time."""
+    with ThreadPoolExecutor(lanes) as pool:
+        futures: dict[Future[Result], Run] = {pool.submit(execute, run, extra): run for run in runs}
+        waiting = set(futures)
+        while waiting:
+            _, waiting = wait(waiting, timeout=BEAT_S, return_when=FIRST_COMPLETED)
+            for run in (futures[future] for future in waiting if future.running()):
+                print(f"running: {run.name} {progress(_file(run, '.log'))}".rstrip(), flush=True)
+        return [future.result() for future in futures]
+
+
+def progress(log: Path) -> str:
+    """How far pytest says it is, such as "45%"; empty before it says so."""
+    seen = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace")) if log.exists() else []
+    return seen[-1] if seen else ""
+
+
+def _file(run: Run, suffix: str) -> Path:
+    return REPORTS / f"suite-{re.sub('[^a-z]+', '-', run.name.lower())}{suffix}"
 
 
 def variables(run: Run) -> dict[str, str]:
@@ -134,7 +166,7 @@ def main() -> int:
     REPORTS.mkdir(exist_ok=True)
     runs = plan()
     chosen = sys.argv[1:]  # who picks tests does not want to hear of the others
-    results = [execute(run, chosen) for run in runs]
+    results = execute_all(runs, chosen, lanes=min(2, os.cpu_count() or 1))
     cases = combine(case for result in results for case in result.cases)
     absent = [] if chosen else missing(cases, {engine for run in runs for engine in run.engines})
     count = {outcome: sum(case.outcome == outcome for case in cases) for outcome in RANK}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ops import suite
-from ops.suite import Case
+from ops.suite import Case, Run
 
 REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="tests.a" name="test_good"/>
@@ -86,3 +86,27 @@ def test_what_needs_a_gpu_is_not_missed_where_there_is_none() -> None:
     gpu = Case("tests.engines.vllm.test_cuda::test_a", "skipped", "test_cuda.py:26: no GPU here")
     absent = Case("tests.engines.vllm.test_engine::test_b", "skipped", "vLLM is not installed")
     assert suite.missing([gpu, absent], ["vllm"]) == [absent]
+
+
+def test_runs_side_by_side_report_each_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "REPORTS", tmp_path)
+    (tmp_path / "test_one.py").write_text("def test_pass(): pass\ndef test_fail(): assert 0\n")
+    (tmp_path / "test_two.py").write_text("def test_pass(): pass\n")
+    (tmp_path / "test_three.py").write_text("import os\nos._exit(70)\n")
+    runs = [Run(name, Path(sys.prefix), (str(tmp_path / f"test_{name}.py"),), ()) for name in ("one", "two", "three")]
+    one, two, three = suite.execute_all(runs, ["-p", "no:cacheprovider"], lanes=2)
+    assert (one.status, [case.outcome for case in one.cases]) == (1, ["passed", "failed"])
+    assert (two.status, [case.outcome for case in two.cases]) == (0, ["passed"])
+    assert (three.status, three.cases) == (70, [Case("pytest (three)", "failed")])
+    shown = capsys.readouterr().out
+    assert [shown.count(f"== {name} (") for name in ("one", "two", "three")] == [1, 1, 1]
+    assert "1 failed, 1 passed" in shown
+
+
+def test_progress_is_what_pytest_said_last(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert suite.progress(log) == ""
+    log.write_text("........ [  8%]\n....... [ 45%]\n....")
+    assert suite.progress(log) == "45%"
