@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": Command("pipeline.cli.serve", "run the OpenAI-compatible API"),
     "worker": Command("pipeline.cli.worker", "run one replica: an engine in one or two roles"),
     "status": Command("pipeline.cli.status", "show replicas, budget and live handoffs of a running API"),
+    "key": Command("pipeline.cli.key", "make, list and revoke API keys"),
     "model": Command("pipeline.cli.model", "write the sample checkpoints; compare two checkpoints"),
 }
 

@@ -56,13 +56,33 @@ class WorkerSettings(_Section):
     engine_settings: EngineSettings = EngineSettings()
 
 
-class ApiSettings(_Section):
-    host: str = "127.0.0.1"
-    port: int = 8000
+class ModelSettings(_Section):
+    """One model for clients. Its replicas are those that registered with the contract of this checkpoint."""
+
     model: Path  # tokenizer, chat template and contract; no weights are loaded
     served_name: str | None = None  # None: the model directory's name
-    max_body_bytes: int = 8 * MIB
-    default_max_tokens: int = 1024  # chat only; completions default to 16 as OpenAI does
+    aliases: tuple[str, ...] = ()  # further names for clients
+
+    @property
+    def name(self) -> str:
+        return self.served_name or self.model.name
+
+
+class ApiSettings(ModelSettings):
+    """The HTTP edge and the model that is meant where a request names none."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    models: tuple[ModelSettings, ...] = ()  # more models behind the same port
+    keys_file: Path | None = (
+        None  # hashed API keys (`crossfill key new`), read again when it changes; None: open to all
+    )
+    cors_origins: tuple[str, ...] = ("*",)  # pages of which origins may ask; empty: none
+    max_body_bytes: int = Field(8 * MIB, gt=0)
+    max_messages: int = Field(4096, gt=0)
+    default_max_tokens: int = Field(1024, gt=0)  # chat only; completions default to 16 as OpenAI does
+    hold_s: float = Field(1.0, ge=0)  # how long a stream's status waits for the first token
+    keep_alive_s: float = Field(10.0, gt=0)  # silence in a stream after which a comment is sent
 
 
 class HandoffSettings(_Section):

@@ -1,4 +1,4 @@
-"""What is not inference: the model list, liveness, readiness and status."""
+"""What is not inference: version, liveness, readiness and status."""
 
 from __future__ import annotations
 
@@ -7,36 +7,51 @@ from fastapi.responses import JSONResponse
 
 from pipeline import __version__
 from pipeline.api.edge import Edge
+from pipeline.api.served import Served
+from pipeline.errors import CapacityError, CrossfillError, PeerError
+
+_READ = ["GET", "HEAD"]
 
 
 def routes(edge: Edge) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models")
-    @router.get("/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [edge.served.card]})
-
-    @router.get("/v1/models/{name:path}")
-    @router.get("/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        edge.served.require(name)
-        return JSONResponse(edge.served.card)
-
-    @router.get("/health")
+    @router.api_route("/health", methods=_READ)
+    @router.api_route("/ping", methods=_READ, include_in_schema=False)
     async def health() -> Response:
         """This process answers. Whether a prompt can be served is `/ready`'s question."""
         return Response()
 
-    @router.get("/ready")
+    @router.api_route("/version", methods=_READ)
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+    @router.api_route("/ready", methods=_READ)
     async def ready() -> JSONResponse:
-        await edge.backend.require_ready()
-        return JSONResponse({"status": "ready", "model": edge.served.name})
+        """At least one model can be served now; which ones is in the answer."""
+        found = {model.name: await _missing(edge, model) for model in edge.models.all}
+        if all(found.values()):
+            raise next(error for error in found.values() if error)
+        told = {name: error.code if error else "ready" for name, error in found.items()}
+        return JSONResponse({"status": "ready", "models": told})
 
     @router.get("/status")
     async def status() -> JSONResponse:
-        contract = {"digest": edge.served.contract.digest, "context_length": edge.served.contract.context_length}
-        head = {"version": __version__, "model": edge.served.name, "contract": contract}
+        models = [_shown(model) for model in edge.models.all]
+        head = {"version": __version__, "model": edge.models.default.name, "models": models}
         return JSONResponse({**head, **await edge.backend.status()})
 
     return router
+
+
+async def _missing(edge: Edge, model: Served) -> CrossfillError | None:
+    try:
+        await edge.backend.require_ready(model)
+    except (CapacityError, PeerError) as error:
+        return error
+    return None
+
+
+def _shown(model: Served) -> dict[str, object]:
+    contract = {"digest": model.contract.digest, "context_length": model.contract.context_length}
+    return {"name": model.name, "aliases": list(model.aliases), "contract": contract}

@@ -14,12 +14,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.api import admin, chat, completions, errors, served
+from pipeline.api import admin, chat, completions, errors, models, served
 from pipeline.api.answer import Pace
 from pipeline.api.backend import BrokerBackend
 from pipeline.api.edge import Edge, unix_time
+from pipeline.api.gate import Gate
+from pipeline.api.keyring import Keyring
 from pipeline.api.relay import Backend
-from pipeline.api.served import Served
+from pipeline.api.served import Catalogue
 from pipeline.errors import ConfigError
 from pipeline.settings import ApiSettings, Settings
 
@@ -28,8 +30,8 @@ _DRAIN_S = 30  # what a stopping server grants its running answers; then they ar
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: ApiSettings, model: Served, backend: Backend, *, pace: Pace | None = None) -> FastAPI:
-    """The ASGI application over any backend. Its lifespan starts and closes the backend."""
+def create_app(settings: ApiSettings, catalogue: Catalogue, backend: Backend) -> FastAPI:
+    """The ASGI application over any backend. Its lifespan starts and closes the backend. Raises ConfigError."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,19 +42,28 @@ def create_app(settings: ApiSettings, model: Served, backend: Backend, *, pace: 
             await backend.close()
 
     app = FastAPI(title="Crossfill", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    edge = Edge(model, backend, settings.max_body_bytes, settings.default_max_tokens, pace or Pace())
+    edge = Edge(settings, catalogue, backend, Pace(settings.hold_s, settings.keep_alive_s))
     errors.install(app)
     app.include_router(admin.routes(edge))
+    app.include_router(models.routes(edge))
     _add_inference(app, edge)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=["*"],
-        allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
-        allow_headers=["*"],  # answered with the names that were asked for, Authorization included
-        expose_headers=["X-Request-Id"],
-    )
-    app.add_middleware(Frame)
+    _add_middleware(app, settings)
     return app
+
+
+def _add_middleware(app: FastAPI, settings: ApiSettings) -> None:
+    """From the inside out: a refusal by the gate has the headers of CORS, and every answer has an id."""
+    if settings.keys_file:
+        app.add_middleware(Gate, keyring=Keyring(settings.keys_file))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
+            allow_headers=["*"],  # answered with the names that were asked for, Authorization included
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(Frame)
 
 
 def _add_inference(app: FastAPI, edge: Edge) -> None:
@@ -108,10 +119,10 @@ def serve(settings: Settings) -> None:
     """
     if settings.api is None:
         raise ConfigError("api.model is not set: which model is to be served?")
-    model = served.load(settings.api, created=unix_time())
-    backend = BrokerBackend(settings, model.contract, model.name)
-    backend.require_broker()
-    app = create_app(settings.api, model, backend)
+    catalogue = served.load(settings.api, created=unix_time())
+    backend = BrokerBackend(settings, catalogue.all)
+    backend.require_broker(catalogue.all)
+    app = create_app(settings.api, catalogue, backend)
     uvicorn.run(
         app, host=settings.api.host, port=settings.api.port, timeout_graceful_shutdown=_DRAIN_S, log_level="info"
     )

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import anyio
 from anyio import to_thread
 
 from pipeline import routing
+from pipeline.api.relay import Model
 from pipeline.broker import connect, queue, stream
 from pipeline.broker.channel import TokenEntry, TokenHub, TokenReader
 from pipeline.broker.clock import BrokerClock
@@ -25,7 +26,6 @@ from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.registry import Registry, Replica
-from pipeline.contract import Contract
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
 from pipeline.routing import Route, Wish
@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 class BrokerBackend:
     """`close` ends its tasks; live handoffs are by then cancelled by the relays that own them."""
 
-    def __init__(self, settings: Settings, contract: Contract, model: str) -> None:
+    def __init__(self, settings: Settings, models: Iterable[Model] = ()) -> None:
+        """`models` are all that are served here: a replica of one of them is never a faulty replica of another."""
         self._settings = settings
-        self._contract = contract
-        self._model = model
+        self._digests = {model.contract.digest for model in models}
         self._client = connect.connect(settings.broker.url)
         self._async_client = connect.connect_async(settings.broker.url)
         self._hub = TokenHub(self._async_client)
@@ -55,9 +55,10 @@ class BrokerBackend:
         self._engines = {worker.engine for worker in settings.workers}  # configured, or once seen
         self._tasks: list[asyncio.Task[None]] = []
 
-    def require_broker(self) -> None:
+    def require_broker(self, models: Iterable[Model]) -> None:
         """Refuse a broker that would lose or evict what we store. Raises BrokerError, ConfigError."""
-        connect.require_ready(self._client, self._settings.broker.budget_bytes, self._contract.page_shape.page_bytes)
+        page_bytes = max(model.contract.page_shape.page_bytes for model in models)
+        connect.require_ready(self._client, self._settings.broker.budget_bytes, page_bytes)
 
     async def start(self) -> None:
         await to_thread.run_sync(self._beat)
@@ -72,10 +73,10 @@ class BrokerBackend:
         await self._async_client.aclose()
         self._client.close()
 
-    async def submit(self, request: Request, wish: Wish) -> BrokerSubmission:
+    async def submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
         reader = TokenReader(self._hub, request.handoff_id)
         await reader.__aenter__()
-        create = asyncio.create_task(to_thread.run_sync(self._create, request, wish))
+        create = asyncio.create_task(to_thread.run_sync(self._create, request, wish, model))
         try:
             route = await asyncio.shield(create)
         except BaseException:
@@ -85,9 +86,10 @@ class BrokerBackend:
         self._pending[route.decode_replica] += 1
         return BrokerSubmission(self._ledger, reader, request.handoff_id, lambda: self._ended(route))
 
-    async def require_ready(self) -> None:
+    async def require_ready(self, model: Model) -> None:
         replicas = await to_thread.run_sync(self._registry.list)
-        routing.choose(replicas, self._contract, 1, Wish())
+        candidates = [replica for replica in replicas if not self._serves_another(replica, model)]
+        routing.choose(candidates, model.contract, 1, Wish())
 
     async def status(self) -> dict[str, Any]:
         return await to_thread.run_sync(self._status)
@@ -107,31 +109,34 @@ class BrokerBackend:
                 await to_thread.run_sync(self._ledger.cancel, handoff_id, "client-gone")
                 await to_thread.run_sync(self._ledger.forget, handoff_id)
 
-    def _create(self, request: Request, wish: Wish) -> Route:
+    def _create(self, request: Request, wish: Wish, model: Model) -> Route:
         replicas = self._registry.list()
-        route = self._route(replicas, request, wish)
+        route = self._route(replicas, request, wish, model)
         request = _fitted(request, next(r for r in replicas if r.name == route.decode_replica))
 
         def enqueue(pipe: Any) -> None:
-            for spec in self._jobs(request, route):
+            for spec in self._jobs(request, route, model):
                 queue.enqueue(pipe, self._client, spec, self._settings.broker)
 
-        self._ledger.create(request, self._contract, asdict(route), self._owner, enqueue)
+        self._ledger.create(request, model.contract, asdict(route), self._owner, enqueue)
         return route
 
-    def _route(self, replicas: list[Replica], request: Request, wish: Wish) -> Route:
+    def _route(self, replicas: list[Replica], request: Request, wish: Wish, model: Model) -> Route:
         self._engines |= {replica.engine for replica in replicas}
         return routing.choose(
-            replicas,
-            self._contract,
+            [replica for replica in replicas if not self._serves_another(replica, model)],
+            model.contract,
             len(request.token_ids),
             wish,
             known=self._engines,
             pending=self._pending,
         )
 
-    def _jobs(self, request: Request, route: Route) -> list[JobSpec]:
-        meta = {"model": self._model, "route": str(route)}
+    def _serves_another(self, replica: Replica, model: Model) -> bool:
+        return replica.contract.digest in self._digests - {model.contract.digest}
+
+    def _jobs(self, request: Request, route: Route, model: Model) -> list[JobSpec]:
+        meta = {"model": model.name, "route": str(route)}
         jobs = [JobSpec(route.decode_queue, DECODE_JOB, request.handoff_id, meta)]
         if route.prefill_queue:
             jobs.append(JobSpec(route.prefill_queue, PREFILL_JOB, request.handoff_id, meta))

@@ -25,20 +25,26 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 async def create(edge: Edge, http: Request) -> Answer:
     """Everything that can be refused is refused here, before a job exists."""
-    ask = schemas.read(ChatAsk, await body.read_object(http, edge.max_body_bytes))
-    edge.served.require(ask.model)
+    ask = schemas.read(ChatAsk, await body.read_object(http, edge.settings.max_body_bytes))
+    served = edge.models.find(ask.model)
+    _require_few(ask, edge.settings.max_messages)
     wish = routing.parse(http.headers.get(routing.HEADER))
-    choice = await to_thread.run_sync(_choice, edge, ask, plan.salt(http, ask))
+    choice = await to_thread.run_sync(_choice, edge, served, ask, plan.salt(http, ask))
     assert choice.request is not None
-    shape = ChatShape(f"chatcmpl-{choice.request.handoff_id}", edge.now(), edge.served)
+    shape = ChatShape(f"chatcmpl-{choice.request.handoff_id}", edge.now(), served)
     telling = plan.telling(http, ask, shape, edge.pace)
-    return Answer(Relay(edge.backend, [choice], wish, traced=telling.traced), telling)
+    return Answer(Relay(edge.backend, served, [choice], wish, traced=telling.traced), telling)
 
 
-def _choice(edge: Edge, ask: ChatAsk, salt: str) -> Choice:
+def _require_few(ask: ChatAsk, limit: int) -> None:
+    if len(ask.messages) > limit:
+        raise InvalidParameterError("messages", f"`messages` may hold at most {limit} messages.")
+
+
+def _choice(edge: Edge, served: Served, ask: ChatAsk, salt: str) -> Choice:
     """Rendering and tokenising a long prompt takes a while: this runs beside the event loop."""
-    token_ids = prompt(ask, edge.served)
-    return plan.choice(ask, edge.served, token_ids, _max_tokens(ask, edge), salt=salt, param="messages")
+    token_ids = prompt(ask, served)
+    return plan.choice(ask, served, token_ids, _max_tokens(ask, edge), salt=salt, param="messages")
 
 
 def _max_tokens(ask: ChatAsk, edge: Edge) -> int:
@@ -46,7 +52,7 @@ def _max_tokens(ask: ChatAsk, edge: Edge) -> int:
     if wanted == 0:
         param = "max_tokens" if ask.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidParameterError(param, f"`{param}` must be at least 1.")
-    return edge.default_max_tokens if wanted is None else wanted
+    return edge.settings.default_max_tokens if wanted is None else wanted
 
 
 def prompt(ask: ChatAsk, served: Served) -> list[int]:

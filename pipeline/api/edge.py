@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pipeline.api.answer import Pace
 from pipeline.api.relay import Backend
-from pipeline.api.served import Served
+from pipeline.api.served import Catalogue
+from pipeline.settings import ApiSettings
 
 
 def unix_time() -> int:
@@ -18,9 +19,8 @@ def unix_time() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    served: Served
+    settings: ApiSettings
+    models: Catalogue
     backend: Backend
-    max_body_bytes: int
-    default_max_tokens: int
     pace: Pace
     now: Callable[[], int] = unix_time

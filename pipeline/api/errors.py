@@ -15,7 +15,17 @@ from starlette.exceptions import HTTPException
 
 from pipeline.errors import CrossfillError, RequestError
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/status")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/version",
+    "/health",
+    "/ready",
+    "/status",
+)
 _MESSAGE_CHARS = 500
 _RETRY_AFTER_S = 1
 _TYPES = {
@@ -55,6 +65,8 @@ class Problem(NamedTuple):
     @property
     def headers(self) -> dict[str, str]:
         found = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
         return found | ({"x-should-retry": str(self.retryable).lower()} if self.status >= 500 else {})
 
 

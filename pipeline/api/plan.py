@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from fastapi import Request as HttpRequest
 
+from pipeline.api import gate
 from pipeline.api.answer import Pace, Shape, Telling
 from pipeline.api.output import Output
 from pipeline.api.relay import Choice
@@ -36,9 +37,7 @@ def output(ask: Ask, served: Served, token_ids: Sequence[int]) -> Output:
 
 def salt(http: HttpRequest, ask: Ask) -> str:
     """Keeps tenants' pages apart: hex SHA-256 over the API key and the client's own salt."""
-    scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else ""
-    return hashlib.sha256(f"{key}\0{ask.cache_salt or ''}".encode()).hexdigest()
+    return hashlib.sha256(f"{gate.bearer(http.headers)}\0{ask.cache_salt or ''}".encode()).hexdigest()
 
 
 def telling(http: HttpRequest, ask: Ask, shape: Shape, pace: Pace) -> Telling:

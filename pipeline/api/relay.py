@@ -17,6 +17,7 @@ import anyio
 
 from pipeline.api.errors import Problem, ProblemError, sanitise
 from pipeline.api.output import Output
+from pipeline.contract import Contract
 from pipeline.errors import BrokerError, CrossfillError
 from pipeline.request import Request
 from pipeline.routing import Wish
@@ -51,6 +52,15 @@ class Entry(Protocol):
     def held_tokens(self) -> int | None: ...
 
 
+class Model(Protocol):
+    """Whose replicas are to answer; `Served` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def contract(self) -> Contract: ...
+
+
 class Submission(Protocol):
     """One handoff in flight."""
 
@@ -78,12 +88,12 @@ class Backend(Protocol):
 
     async def close(self) -> None: ...
 
-    async def submit(self, request: Request, wish: Wish) -> Submission:
+    async def submit(self, request: Request, wish: Wish, model: Model) -> Submission:
         """Listen for its tokens, then enqueue. Raises CapacityError, BrokerError, InvalidParameterError."""
         ...
 
-    async def require_ready(self) -> None:
-        """Raise what keeps a prompt from being served now: BrokerError, NoReplicaError."""
+    async def require_ready(self, model: Model) -> None:
+        """Raise what keeps a prompt of `model` from being served now: BrokerError, NoReplicaError."""
         ...
 
     async def status(self) -> dict[str, Any]:
@@ -120,8 +130,11 @@ class Choice:
 class Relay:
     """`open`, `next` until `done`, `close`."""
 
-    def __init__(self, backend: Backend, choices: Sequence[Choice], wish: Wish, *, traced: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, model: Model, choices: Sequence[Choice], wish: Wish, *, traced: bool = False
+    ) -> None:
         self.choices = tuple(choices)
+        self._model = model
         self._backend = backend
         self._wish = wish
         self._traced = traced
@@ -169,7 +182,7 @@ class Relay:
         if choice.prefix or choice.request is None:
             self._events.put_nowait(Event(index, choice.prefix, choice.finish))
         if choice.request is not None:
-            choice.submission = await self._backend.submit(choice.request, self._wish)
+            choice.submission = await self._backend.submit(choice.request, self._wish, self._model)
             self._readers.append(asyncio.create_task(self._read(index, choice, choice.submission)))
 
     async def _read(self, index: int, choice: Choice, submission: Submission) -> None:

@@ -1,14 +1,16 @@
-"""Served: the one model behind this edge, as far as the edge must know it."""
+"""Served: the models behind this edge, as far as the edge must know them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pipeline import checkpoint
 from pipeline.api.text import Text
 from pipeline.contract import Contract
 from pipeline.errors import ConfigError, ContextLengthError, ModelNotFoundError
-from pipeline.settings import ApiSettings
+from pipeline.settings import ApiSettings, ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Served:
     contract: Contract
     eos_token_ids: tuple[int, ...]
     created: int
+    aliases: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -38,11 +41,6 @@ class Served:
             "max_model_len": self.contract.context_length,
         }
 
-    def require(self, name: str | None) -> None:
-        """Nothing named means this model. Raises ModelNotFoundError."""
-        if name and name != self.name:
-            raise ModelNotFoundError(f"The model `{name}` does not exist.")
-
     def room(self, prompt_tokens: int, param: str) -> int:
         """How many tokens may follow the prompt, at least one. Raises ContextLengthError."""
         limit = self.contract.context_length
@@ -51,14 +49,43 @@ class Served:
         return limit - prompt_tokens
 
 
-def load(settings: ApiSettings, created: int) -> Served:
-    """Read tokenizer, template and contract of the model directory. Raises ConfigError."""
+class Catalogue:
+    """The models by every name they have, the first of them for requests that name none."""
+
+    def __init__(self, models: Sequence[Served]) -> None:
+        """Raises ConfigError when two models share a name."""
+        self.all = tuple(models)
+        self._by_name: dict[str, Served] = {}
+        for name, model in chain.from_iterable(((name, m) for name in (m.name, *m.aliases)) for m in models):
+            if self._by_name.setdefault(name, model) is not model:
+                raise ConfigError(f"api.models: two models are called {name!r}: give one another served_name or alias")
+
+    @property
+    def default(self) -> Served:
+        return self.all[0]
+
+    def find(self, name: str | None) -> Served:
+        """Raises ModelNotFoundError."""
+        if not name:
+            return self.default
+        if name not in self._by_name:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.")
+        return self._by_name[name]
+
+
+def load(settings: ApiSettings, created: int) -> Catalogue:
+    """Read tokenizer, template and contract of every model directory. Raises ConfigError."""
+    return Catalogue([_load(each, created) for each in (settings, *settings.models)])
+
+
+def _load(settings: ModelSettings, created: int) -> Served:
     if not settings.model.is_dir():
         raise ConfigError(f"api.model: {settings.model} is not a directory: point it to a checkpoint")
     return Served(
-        name=settings.served_name or settings.model.name,
+        name=settings.name,
         text=Text.load(settings.model),
         contract=checkpoint.read_contract(settings.model),
         eos_token_ids=checkpoint.eos_token_ids(settings.model),
         created=created,
+        aliases=settings.aliases,
     )

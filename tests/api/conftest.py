@@ -10,9 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pipeline.api.answer import Pace
 from pipeline.api.app import create_app
-from pipeline.api.served import Served
+from pipeline.api.served import Catalogue, Served
 from pipeline.api.text import Text
 from pipeline.contract import Contract
 from pipeline.sample import tiny
@@ -38,7 +37,7 @@ def model(text: Text) -> Served:
     contract = Contract(
         weights="w", tokenizer="t", config="c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=512
     )
-    return Served("tiny", text, contract, (EOS,), CREATED)
+    return Served("tiny", text, contract, (EOS,), CREATED, ("small",))
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 def app(model: Served, backend: FakeBackend, checkpoint: Path) -> FastAPI:
-    settings = ApiSettings(model=checkpoint, max_body_bytes=100_000, default_max_tokens=32)
-    return create_app(settings, model, backend, pace=Pace(hold_s=0.05, keep_alive_s=0.05))
+    return create_app(settings(checkpoint), Catalogue([model]), backend)
 
 
 @pytest.fixture
@@ -70,6 +68,17 @@ def ids(text: Text) -> Callable[[str], list[int]]:
         return text.encode(written, add_special_tokens=False)
 
     return encode
+
+
+def settings(checkpoint: Path, **changed: Any) -> ApiSettings:
+    plain = {
+        "max_body_bytes": 100_000,
+        "max_messages": 32,
+        "default_max_tokens": 32,
+        "hold_s": 0.05,
+        "keep_alive_s": 0.05,
+    }
+    return ApiSettings.model_validate({"model": checkpoint, **plain, **changed})
 
 
 def chat(content: str = "Hi", /, **fields: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.api.relay import Model
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
@@ -81,9 +82,11 @@ class FakeBackend:
     scripts: list[list[Step]] = field(default_factory=list)
     refusal: CrossfillError | None = None
     unready: CrossfillError | None = None
+    unready_model: str | None = None  # None: all of them
     log: list[Any] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     wishes: list[Wish] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
     submissions: list[FakeSubmission] = field(default_factory=list)
 
     async def start(self) -> None:
@@ -92,17 +95,18 @@ class FakeBackend:
     async def close(self) -> None:
         self.log.append(("end",))
 
-    async def submit(self, request: Request, wish: Wish) -> FakeSubmission:
+    async def submit(self, request: Request, wish: Wish, model: Model) -> FakeSubmission:
         if self.refusal:
             raise self.refusal
         self.requests.append(request)
+        self.models.append(model.name)
         self.wishes.append(wish)
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         self.submissions.append(FakeSubmission(script, self.log))
         return self.submissions[-1]
 
-    async def require_ready(self) -> None:
-        if self.unready:
+    async def require_ready(self, model: Model) -> None:
+        if self.unready and (self.unready_model in (None, model.name)):
             raise self.unready
 
     async def status(self) -> dict[str, Any]:

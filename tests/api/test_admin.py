@@ -8,27 +8,10 @@ from fastapi import FastAPI
 
 from pipeline.api.served import Served
 from pipeline.errors import BrokerError, NoReplicaError
-from tests.api.conftest import CREATED, chat
+from tests.api.conftest import chat
 from tests.api.fake import FakeBackend
 
 pytestmark = pytest.mark.anyio
-CARD = {
-    "id": "tiny",
-    "object": "model",
-    "created": CREATED,
-    "owned_by": "crossfill",
-    "root": "tiny",
-    "parent": None,
-    "max_model_len": 512,
-}
-
-
-async def test_models(client: httpx.AsyncClient) -> None:
-    for path in ("/v1/models", "/models"):
-        assert (await client.get(path)).json() == {"object": "list", "data": [CARD]}
-    assert (await client.get("/v1/models/tiny")).json() == CARD
-    answer = await client.get("/v1/models/some/body")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_health_is_about_this_process_alone(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -39,7 +22,7 @@ async def test_health_is_about_this_process_alone(client: httpx.AsyncClient, bac
 
 async def test_ready(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     answer = await client.get("/ready")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "model": "tiny"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "models": {"tiny": "ready"}})
     for error in (BrokerError("redis://u:p@h:1 is down"), NoReplicaError("no decode replica is alive")):
         backend.unready = error
         answer = await client.get("/ready")
@@ -52,7 +35,13 @@ async def test_status(client: httpx.AsyncClient, model: Served) -> None:
     assert (await client.get("/status")).json() == {
         "version": "0.1.0",
         "model": "tiny",
-        "contract": {"digest": model.contract.digest, "context_length": 512},
+        "models": [
+            {
+                "name": "tiny",
+                "aliases": ["small"],
+                "contract": {"digest": model.contract.digest, "context_length": 512},
+            }
+        ],
         "replicas": [],
         "live": [],
     }
@@ -69,9 +58,21 @@ async def test_unknown_paths_name_what_there_is(client: httpx.AsyncClient, path:
 
 
 async def test_wrong_methods(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/v1/chat/completions")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert answer.headers["Allow"] == "POST"
+    for method in ("GET", "DELETE", "PUT"):
+        answer = await client.request(method, "/v1/chat/completions")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert answer.headers["Allow"] == "POST"
+    assert (await client.head("/v1/chat/completions")).status_code == 405
+    assert (await client.head("/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/tiny"])
+async def test_head(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.head(path)).status_code == 200
+
+
+async def test_version(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json() == {"version": "0.1.0"}
 
 
 async def test_every_answer_has_an_id(client: httpx.AsyncClient) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from anyio import to_thread
@@ -32,6 +32,14 @@ from pipeline.settings import BrokerSettings, Settings
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
+
+
+class Named(NamedTuple):
+    name: str
+    contract: Contract
+
+
+MODEL = Named("tiny", CONTRACT)
 SHORT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=64)
 PREFILL = f"prefill.vllm.{CONTRACT.digest[:8]}"
 
@@ -62,7 +70,7 @@ def settings(url: str) -> Settings:
 
 @pytest.fixture
 async def backend(client: Redis, settings: Settings) -> AsyncIterator[BrokerBackend]:
-    made = BrokerBackend(settings, CONTRACT, "tiny")
+    made = BrokerBackend(settings, [MODEL])
     await made.start()
     yield made
     await made.close()
@@ -84,7 +92,7 @@ async def test_a_prompt_from_jobs_to_tokens(backend: BrokerBackend, client: Redi
     register(client, "mac", "mlx")
     register(client, "box", "vllm")
     asked = request()
-    submission = await backend.submit(asked, Wish("vllm", "mlx"))
+    submission = await backend.submit(asked, Wish("vllm", "mlx"), MODEL)
     reading = asyncio.create_task(read(submission))
     [decode], [prefill] = (open_queue(client, name).get_jobs() for name in ("decode.mac", PREFILL))
     assert (decode.func_name, list(decode.args)) == (DECODE_JOB, [asked.handoff_id])
@@ -120,7 +128,7 @@ async def test_stop_and_cancel_reach_the_ledger(backend: BrokerBackend, client: 
     register(client, "mac", "mlx")
     stopped, cancelled = request(), request()
     for asked in (stopped, cancelled):
-        submission = await backend.submit(asked, Wish())
+        submission = await backend.submit(asked, Wish(), MODEL)
         attempt, _ = ledger.enter(asked.handoff_id, "decode", "mac")
         ledger.advance(asked.handoff_id, "decode", attempt, Event.COMMIT)
         if asked is stopped:
@@ -149,7 +157,7 @@ async def test_a_submit_nobody_waits_for_leaves_nothing(
 
     monkeypatch.setattr(Ledger, "create", slow)
     asked = request()
-    submitting = asyncio.create_task(backend.submit(asked, Wish()))
+    submitting = asyncio.create_task(backend.submit(asked, Wish(), MODEL))
     await to_thread.run_sync(entered.wait)
     submitting.cancel()
     await asyncio.sleep(0)
@@ -163,10 +171,10 @@ async def test_a_submit_nobody_waits_for_leaves_nothing(
 
 async def test_what_cannot_be_routed_is_refused_and_leaves_nothing(backend: BrokerBackend, client: Redis) -> None:
     with pytest.raises(NoReplicaError):
-        await backend.submit(request(), Wish())
+        await backend.submit(request(), Wish(), MODEL)
     register(client, "mac", "mlx")
     with pytest.raises(InvalidParameterError):
-        await backend.submit(request(), Wish("tpu", "mlx"))
+        await backend.submit(request(), Wish("tpu", "mlx"), MODEL)
     assert list(client.scan_iter("*{*")) == []
     assert client.pubsub_channels("cf:{*") == []
 
@@ -174,14 +182,14 @@ async def test_what_cannot_be_routed_is_refused_and_leaves_nothing(backend: Brok
 async def test_load_of_our_own_is_seen_before_the_replica_reports_it(backend: BrokerBackend, client: Redis) -> None:
     register(client, "a", "mlx")
     register(client, "b", "mlx")
-    first = await backend.submit(request(), Wish())
-    second = await backend.submit(request(), Wish())
+    first = await backend.submit(request(), Wish(), MODEL)
+    second = await backend.submit(request(), Wish(), MODEL)
     lengths = queue.queue_lengths(client, ["decode.a", "decode.b"])
     assert lengths == {"decode.a": 1, "decode.b": 1}
     for submission in (first, second):
         await submission.cancel("test")
         await submission.close()
-    await backend.submit(request(), Wish())
+    await backend.submit(request(), Wish(), MODEL)
     assert queue.queue_lengths(client, ["decode.a"]) == {"decode.a": 2}
 
 
@@ -190,7 +198,7 @@ async def test_a_replica_with_a_shorter_window_shortens_the_answer(
 ) -> None:
     register(client, "mac", "mlx", SHORT)
     asked = request(tokens=60, max_tokens=100)
-    await backend.submit(asked, Wish())
+    await backend.submit(asked, Wish(), MODEL)
     record = ledger.load(asked.handoff_id)
     assert record is not None
     assert record.request.sampling.max_tokens == 4
@@ -198,11 +206,11 @@ async def test_a_replica_with_a_shorter_window_shortens_the_answer(
 
 async def test_ready_and_status(backend: BrokerBackend, client: Redis) -> None:
     with pytest.raises(NoReplicaError):
-        await backend.require_ready()
+        await backend.require_ready(MODEL)
     register(client, "box", "vllm")
-    await backend.require_ready()
+    await backend.require_ready(MODEL)
     asked = request()
-    await backend.submit(asked, Wish())
+    await backend.submit(asked, Wish(), MODEL)
     status = await backend.status()
     assert status["live"] == [asked.handoff_id]
     assert status["queues"] == {"decode.box": 1, PREFILL: 0}
@@ -210,6 +218,27 @@ async def test_ready_and_status(backend: BrokerBackend, client: Redis) -> None:
     [replica] = status["replicas"]
     assert (replica["name"], replica["engine"], replica["load"], replica["stats"]) == ("box", "vllm", {}, {})
     assert replica["contract"] == {"digest": CONTRACT.digest, "context_length": 2048}
+
+
+async def test_two_models_behind_one_api(client: Redis, settings: Settings, ledger: Ledger) -> None:
+    other = Named("other", Contract("W", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=9, context_length=99))
+    backend = BrokerBackend(settings, [MODEL, other])
+    await backend.start()
+    register(client, "box", "vllm")
+    with pytest.raises(NoReplicaError):  # and not a mismatch: what serves the other model is no fault
+        await backend.require_ready(other)
+    with pytest.raises(NoReplicaError):
+        await backend.submit(request(), Wish(), other)
+    register(client, "mac", "mlx", other.contract)
+    for model, replica in ((MODEL, "box"), (other, "mac")):
+        asked = request()
+        await backend.submit(asked, Wish(), model)
+        record = ledger.load(asked.handoff_id)
+        assert record is not None
+        assert (record.contract, record.route["decode_replica"]) == (model.contract, replica)
+        [job] = open_queue(client, f"decode.{replica}").get_jobs()
+        assert job.meta["model"] == model.name
+    await backend.close()
 
 
 async def test_the_owner_lease_is_kept_alive(backend: BrokerBackend, client: Redis) -> None:
@@ -220,11 +249,11 @@ async def test_the_owner_lease_is_kept_alive(backend: BrokerBackend, client: Red
 
 
 def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> None:
-    made = BrokerBackend(settings, CONTRACT, "tiny")
-    made.require_broker()
+    made = BrokerBackend(settings, [MODEL])
+    made.require_broker([MODEL])
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         with pytest.raises(ConfigError, match="noeviction"):
-            made.require_broker()
+            made.require_broker([MODEL])
     finally:
         client.config_set("maxmemory-policy", "noeviction")

@@ -174,6 +174,11 @@ async def test_wrong_prompts(client: httpx.AsyncClient, prompt: Any, param: str)
     assert await refused(client, TEXT, {"prompt": prompt}) == (param, "invalid_value")
 
 
+async def test_a_chat_of_too_many_messages(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "x"}] * 33
+    assert await refused(client, CHAT, {"messages": messages}) == ("messages", "invalid_value")
+
+
 async def test_a_chat_without_tokens(client: httpx.AsyncClient) -> None:
     body = chat(max_completion_tokens=0, max_tokens=5)
     assert await refused(client, CHAT, body) == ("max_completion_tokens", "invalid_value")

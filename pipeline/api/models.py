@@ -1,0 +1,81 @@
+"""The model list, and the tokeniser of each model for clients that count tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from pipeline.api import body, chat, schemas
+from pipeline.api.edge import Edge
+from pipeline.api.schemas import Ask, ChatAsk, TokenId
+from pipeline.api.served import Served
+from pipeline.errors import InvalidParameterError
+
+READ = ["GET", "HEAD"]
+
+
+class TextAsk(Ask):
+    """What `/tokenize` is asked for a plain text."""
+
+    prompt: str
+
+
+class TokensAsk(Ask):
+    """What `/detokenize` is asked."""
+
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+def routes(edge: Edge) -> APIRouter:
+    router = APIRouter()
+
+    @router.api_route("/v1/models", methods=READ)
+    @router.api_route("/models", methods=READ, include_in_schema=False)
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model.card for model in edge.models.all]})
+
+    @router.api_route("/v1/models/{name:path}", methods=READ)
+    @router.api_route("/models/{name:path}", methods=READ, include_in_schema=False)
+    async def model(name: str) -> JSONResponse:
+        return JSONResponse(edge.models.find(name).card)
+
+    @router.post("/tokenize")
+    @router.post("/v1/tokenize", include_in_schema=False)
+    async def tokenize(request: Request) -> JSONResponse:
+        return JSONResponse(await _tokenize(edge, await body.read_object(request, edge.settings.max_body_bytes)))
+
+    @router.post("/detokenize")
+    @router.post("/v1/detokenize", include_in_schema=False)
+    async def detokenize(request: Request) -> JSONResponse:
+        ask = schemas.read(TokensAsk, await body.read_object(request, edge.settings.max_body_bytes))
+        served = edge.models.find(ask.model)
+        require_vocabulary(ask.tokens, served, "tokens")
+        text = await to_thread.run_sync(lambda: served.text.decode(ask.tokens, skip_special_tokens=False))
+        return JSONResponse({"prompt": text})
+
+    return router
+
+
+async def _tokenize(edge: Edge, raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a text, or of a chat as it would be rendered."""
+    ask = schemas.read(ChatAsk if "messages" in raw else TextAsk, raw)
+    served = edge.models.find(ask.model)
+    tokens = await to_thread.run_sync(_tokens, ask, served)
+    limit = served.contract.context_length
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+
+
+def _tokens(ask: Ask, served: Served) -> list[int]:
+    if isinstance(ask, ChatAsk):
+        return chat.prompt(ask, served)
+    assert isinstance(ask, TextAsk)
+    return served.text.encode(ask.prompt, add_special_tokens=ask.add_special_tokens is not False)
+
+
+def require_vocabulary(token_ids: list[int], served: Served, param: str) -> None:
+    if token_ids and max(token_ids) >= served.contract.vocab_size:
+        raise InvalidParameterError(param, f"Token ids of `{param}` must be below {served.contract.vocab_size}.")
