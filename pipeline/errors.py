@@ -6,6 +6,7 @@ CrossfillError
 │   └── BudgetTooSmallError      the byte budget cannot hold one value
 ├── RequestError             the client's: never retried unchanged
 │   ├── InvalidParameterError    names the parameter
+│   │   └── UnsupportedFeatureError  no replica alive has an engine that can do this: names the feature
 │   ├── ContextLengthError       the prompt does not fit the context window
 │   └── ModelNotFoundError
 ├── PeerError                another process sent something wrong
@@ -24,6 +25,7 @@ CrossfillError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -76,6 +78,16 @@ class InvalidParameterError(RequestError):
         super().__init__(message)
         self.param = param
         self.reason = code or self.code
+
+
+class UnsupportedFeatureError(InvalidParameterError):
+    """`feature` is one of `request.FEATURES`; `engines` are those that were looked at."""
+
+    def __init__(self, feature: str, engines: Iterable[str]) -> None:
+        names = ", ".join(sorted(set(engines)))
+        message = f"`{feature}` cannot be done by the engines that serve this model or route ({names}): leave it out."
+        super().__init__(feature, message, code="unsupported_parameter")
+        self.feature = feature
 
 
 class ContextLengthError(RequestError):

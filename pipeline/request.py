@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Final
+
+# What an engine may lack. Everything else of a Sampling every engine can do.
+FEATURES: Final = ("logprobs", "penalties", "min_p", "logit_bias", "min_tokens", "grammar", "n")
+MAX_LOGPROBS: Final = 20
+MAX_SAMPLES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How D draws tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `seed` None is unseeded."""
+    """How D draws tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off; `seed` None is
+    unseeded.
+
+    Penalties are OpenAI's (presence, frequency: over what was sampled) and CTRL's (repetition: over prompt and
+    samples; 1 is off). `logit_bias` is (token id, what is added to its logit). `logprobs`: None for none, else how many
+    of the likeliest tokens are reported beside each sampled one. No stop id is sampled before `min_tokens` tokens.
+    `grammar` is a text of `pipeline.grammar`. `n` samples of the one prompt are drawn, the i-th with seed + i.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -20,6 +33,33 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    min_tokens: int = 0
+    grammar: str | None = None
+    n: int = 1
+
+    @property
+    def penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The FEATURES that the engines must have for this."""
+        asked = {
+            "logprobs": self.logprobs is not None,
+            "penalties": self.penalised,
+            "min_p": self.min_p > 0,
+            "logit_bias": bool(self.logit_bias),
+            "min_tokens": self.min_tokens > 0,
+            "grammar": self.grammar is not None,
+            "n": self.n > 1,
+        }
+        return frozenset(name for name in FEATURES if asked[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +92,7 @@ def decode(text: str | bytes) -> Request:
     raw = json.loads(text)
     sampling = dict(raw["sampling"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    sampling["logit_bias"] = tuple((int(token), float(bias)) for token, bias in sampling.get("logit_bias", ()))
     return Request(
         handoff_id=raw["handoff_id"],
         token_ids=tuple(raw["token_ids"]),

@@ -13,7 +13,13 @@ from typing import Protocol
 
 from pipeline.broker import keys
 from pipeline.contract import Contract, require_equal
-from pipeline.errors import ContextLengthError, InvalidParameterError, NoReplicaError
+from pipeline.errors import (
+    ContextLengthError,
+    CrossfillError,
+    InvalidParameterError,
+    NoReplicaError,
+    UnsupportedFeatureError,
+)
 
 HEADER = "X-Crossfill-Route"
 _ENGINE = r"[a-z][a-z0-9_]*"
@@ -34,6 +40,10 @@ class Candidate(Protocol):
     def contract(self) -> Contract: ...
     @property
     def can_prefill(self) -> bool: ...
+    @property
+    def needs_first_token(self) -> bool: ...
+    @property
+    def features(self) -> frozenset[str]: ...
     @property
     def slots(self) -> int: ...
     @property
@@ -87,20 +97,20 @@ def choose(
     *,
     known: Collection[str] = (),
     pending: Mapping[str, int] | None = None,
+    needs: frozenset[str] = frozenset(),
 ) -> Route:
-    """The route of one prompt.
+    """The route of one prompt, over engines that have all the `needs` of its sampling.
 
     `known` are engine names that may be absent just now (their wish is a 503, not a 400); `pending` counts per
     replica the handoffs a caller has sent and not seen end, which the replica's own load report may not hold yet.
-    Raises InvalidParameterError, ContextLengthError, NoReplicaError; ContractMismatchError when who could have
-    served the wish serves another model.
+    Raises InvalidParameterError (UnsupportedFeatureError for a need), ContextLengthError, NoReplicaError;
+    ContractMismatchError when who could have served the wish serves another model.
     """
     alive = [replica for replica in replicas if not replica.load.get("draining")]
     _require_known(wish, {*known, *(replica.engine for replica in alive)})
     serving = _fitting([r for r in alive if r.contract.digest == contract.digest], prompt_tokens)
     try:
-        decoder = _decoder(serving, wish, pending or {})
-        prefill = None if wish.local else _prefill_engine(serving, decoder, wish.prefill, prompt_tokens)
+        decoder, prefill = _pair(serving, wish, prompt_tokens, pending or {}, needs)
     except NoReplicaError:
         _require_same_model(alive, contract, wish)
         raise
@@ -128,7 +138,30 @@ def _fitting(serving: list[Candidate], prompt_tokens: int) -> list[Candidate]:
     return fitting
 
 
-def _decoder(serving: Sequence[Candidate], wish: Wish, pending: Mapping[str, int]) -> Candidate:
+def _pair(
+    serving: Sequence[Candidate], wish: Wish, prompt_tokens: int, pending: Mapping[str, int], needs: frozenset[str]
+) -> tuple[Candidate, str | None]:
+    """The decode replica, and the engine that computes the prompt or None.
+
+    A decoder that needs P's first token needs a P that can draw it as asked: where there is none, another decoder is
+    tried. Raises NoReplicaError, UnsupportedFeatureError.
+    """
+    able = _able(_decoders(serving, wish), needs)
+    able.sort(key=lambda replica: (_decode_load(replica, pending), replica.name))
+    failure: CrossfillError | None = None
+    for decoder in able:
+        if wish.local:
+            return decoder, None
+        drawn = needs if decoder.needs_first_token else frozenset[str]()
+        try:
+            return decoder, _prefill_engine(serving, decoder, wish.prefill, prompt_tokens, drawn)
+        except (NoReplicaError, UnsupportedFeatureError) as error:
+            failure = failure or error
+    assert failure is not None  # there is a decoder, and each was refused
+    raise failure
+
+
+def _decoders(serving: Sequence[Candidate], wish: Wish) -> list[Candidate]:
     able = [r for r in serving if _has(r, "decode") and wish.decode in (None, r.engine)]
     if wish.local:
         able = [replica for replica in able if replica.can_prefill]
@@ -136,7 +169,16 @@ def _decoder(serving: Sequence[Candidate], wish: Wish, pending: Mapping[str, int
         kind = f"decode replica of engine `{wish.decode}`" if wish.decode else "decode replica"
         prompts = " that computes prompts itself" if wish.local else ""
         raise NoReplicaError(f"no {kind}{prompts} is alive for this model")
-    return min(able, key=lambda replica: (_decode_load(replica, pending), replica.name))
+    return able
+
+
+def _able(replicas: Sequence[Candidate], needs: frozenset[str]) -> list[Candidate]:
+    """Those that have all of `needs`. Raises UnsupportedFeatureError, naming what the best of the others lacks."""
+    able = [replica for replica in replicas if needs <= replica.features]
+    if replicas and not able:
+        lacking = min((sorted(needs - replica.features) for replica in replicas), key=lambda some: (len(some), some))
+        raise UnsupportedFeatureError(lacking[0], {replica.engine for replica in replicas})
+    return able
 
 
 def _decode_load(replica: Candidate, pending: Mapping[str, int]) -> float:
@@ -146,19 +188,26 @@ def _decode_load(replica: Candidate, pending: Mapping[str, int]) -> float:
 
 
 def _prefill_engine(
-    serving: Sequence[Candidate], decoder: Candidate, wanted: str | None, prompt_tokens: int
+    serving: Sequence[Candidate], decoder: Candidate, wanted: str | None, prompt_tokens: int, drawn: frozenset[str]
 ) -> str | None:
-    """Another engine if one is alive, else another replica of the same, else None: local."""
+    """Another engine if one is alive, else another replica of the same, else None: local.
+
+    `drawn`: what P needs for the first token, where it draws that. Any replica of the engine may take the job, so
+    every one of them must be able.
+    """
     able = [r for r in serving if _has(r, "prefill") and r.can_prefill]
     if wanted:
-        if not any(replica.engine == wanted for replica in able):
+        of_engine = [replica for replica in able if replica.engine == wanted]
+        if not of_engine:
             raise NoReplicaError(f"no prefill replica of engine `{wanted}` is alive for this model")
+        _able(of_engine, drawn)
         return wanted
     others = [replica for replica in able if replica.name != decoder.name]
     if decoder.can_prefill and (prompt_tokens == 1 or not others):  # one token: there is no KV to move
         return None
     if not others:
         raise NoReplicaError(f"`{decoder.engine}` computes no prompts and no prefill replica is alive for this model")
+    others = _able(others, drawn)
     return min(others, key=lambda r: (r.engine == decoder.engine, _prefill_load(r), r.name)).engine
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from pipeline import handoff
-from pipeline.broker import keys
+from pipeline.broker import channel, keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
@@ -196,6 +196,6 @@ def test_table_and_scripts_in_lockstep(redis_client: Redis, events: list[Event])
         terminals += not ended and state in TERMINAL
         assert life.state is state
     log = redis_client.lrange(keys.HandoffKeys(life.id).tokens, 0, -1)
-    last = [entry for entry in log if b'"finish":null,"error":null' not in entry]
+    last = [entry for entry in log if channel.decode(entry).last]
     assert (len(last), terminals) == ((1, 1) if state in TERMINAL else (0, 0))
     assert last == log[-1:] * terminals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,15 @@ SAMPLINGS = st.builds(
     top_k=st.integers(0, 10**5),
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     stop_token_ids=st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.1, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100)), max_size=4).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+    min_tokens=st.integers(0, 10**6),
+    grammar=st.none() | st.text(max_size=40),
+    n=st.integers(1, 8),
 )
 REQUESTS = st.builds(
     Request,
@@ -43,7 +53,9 @@ def test_the_stored_form() -> None:
     made = Request("h1", (5, 6), Sampling(max_tokens=3, temperature=0.0, stop_token_ids=(2,)), salt="s")
     assert request.encode(made) == (
         '{"handoff_id":"h1","token_ids":[5,6],"sampling":{"max_tokens":3,"temperature":0.0,"top_p":1.0,"top_k":0,'
-        '"seed":null,"stop_token_ids":[2]},"salt":"s","first_token":false}'
+        '"seed":null,"stop_token_ids":[2],"min_p":0.0,"presence_penalty":0.0,"frequency_penalty":0.0,'
+        '"repetition_penalty":1.0,"logit_bias":[],"logprobs":null,"min_tokens":0,"grammar":null,"n":1},'
+        '"salt":"s","first_token":false}'
     )
 
 
@@ -58,6 +70,31 @@ def test_with_a_first_token_from_outside_the_whole_prompt_moves() -> None:
 
 def test_what_the_defaults_mean() -> None:
     assert Sampling(16) == Sampling(16, temperature=1.0, top_p=1.0, top_k=0, seed=None, stop_token_ids=())
+    assert Sampling(16).needs == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("asked", "feature"),
+    [
+        ({"logprobs": 0}, "logprobs"),
+        ({"presence_penalty": -1.0}, "penalties"),
+        ({"frequency_penalty": 0.5}, "penalties"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"logit_bias": ((3, 1.0),)}, "logit_bias"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"grammar": "{}"}, "grammar"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_what_is_asked_for_is_needed(asked: dict[str, Any], feature: str) -> None:
+    assert Sampling(16, **asked).needs == {feature}
+
+
+def test_a_request_stored_by_an_older_version_is_read() -> None:
+    old = {"max_tokens": 3, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None, "stop_token_ids": [2]}
+    read = request.decode(json.dumps(GOOD | {"sampling": old}))
+    assert read.sampling == Sampling(3, temperature=0.0, stop_token_ids=(2,))
 
 
 GOOD = json.loads(request.encode(Request("h", (1,), Sampling(1))))

@@ -8,7 +8,13 @@ import pytest
 
 from pipeline import routing
 from pipeline.contract import Contract
-from pipeline.errors import ContextLengthError, ContractMismatchError, InvalidParameterError, NoReplicaError
+from pipeline.errors import (
+    ContextLengthError,
+    ContractMismatchError,
+    InvalidParameterError,
+    NoReplicaError,
+    UnsupportedFeatureError,
+)
 from pipeline.routing import Route, Wish
 
 CONTRACT = Contract(
@@ -30,6 +36,8 @@ class Fake:
     role: str = "both"
     contract: Contract = CONTRACT
     can_prefill: bool = True
+    needs_first_token: bool = False
+    features: frozenset[str] = frozenset()
     slots: int = 16
     load: dict[str, int] = field(default_factory=dict)
 
@@ -152,3 +160,50 @@ def test_a_fleet_of_strangers_only_is_a_mismatch() -> None:
 
 def test_a_busy_fleet_does_not_hide_behind_a_stranger() -> None:
     assert choose(MLX, Fake("box", "vllm", contract=OTHER)) == "local:mlx"
+
+
+# Features
+
+GRAMMAR, BOTH = frozenset({"grammar"}), frozenset({"grammar", "n"})
+
+
+def test_only_who_has_what_is_needed_decodes() -> None:
+    able, busy = Fake("a", "mlx", features=BOTH), {"decode_running": 15}
+    assert choose(VLLM, able, needs=GRAMMAR) == "vllm->mlx"
+    assert choose(VLLM, Fake("a", "mlx", features=BOTH, load=busy), needs=GRAMMAR) == "vllm->mlx"
+    assert choose(VLLM, able, needs=GRAMMAR, wish="local:mlx") == "local:mlx"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "wish", "feature", "engines"),
+    [
+        ((VLLM, MLX), "auto", "grammar", "mlx, vllm"),
+        ((VLLM, Fake("a", "mlx", features=GRAMMAR)), "auto", "n", "mlx, vllm"),
+        ((VLLM, Fake("a", "mlx", features=BOTH)), "mlx->vllm", "grammar", "vllm"),
+        ((VLLM, Fake("a", "mlx", features=BOTH)), "local:vllm", "grammar", "vllm"),
+    ],
+)
+def test_a_feature_nobody_has_is_named(fleet: tuple[Fake, ...], wish: str, feature: str, engines: str) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        choose(*fleet, wish=wish, needs=BOTH)
+    assert (caught.value.feature, caught.value.param, caught.value.reason) == (
+        feature,
+        feature,
+        "unsupported_parameter",
+    )
+    assert f"`{feature}` cannot be done" in str(caught.value)
+    assert f"({engines})" in str(caught.value)
+
+
+def test_who_draws_the_first_token_needs_it_too() -> None:
+    decoder = Fake("a", "sglang", role="decode", can_prefill=False, needs_first_token=True, features=BOTH)
+    able = Fake("z", "mlx", role="prefill", features=GRAMMAR)
+    assert choose(decoder, VLLM, able, needs=GRAMMAR, wish="mlx->sglang") == "mlx->sglang"
+    assert choose(decoder, Fake("b", "vllm", role="prefill"), able, needs=GRAMMAR) == "mlx->sglang"
+    with pytest.raises(UnsupportedFeatureError, match=r"\(vllm\)"):
+        choose(decoder, VLLM, able, needs=GRAMMAR, wish="vllm->sglang")
+    other = Fake("y", "reference", features=GRAMMAR, load={"decode_running": 5})
+    # SGLang is idle, but nobody could draw its first token: the busier one takes it.
+    assert choose(decoder, Fake("b", "vllm", role="prefill"), other, needs=GRAMMAR, wish="auto") == "reference->sglang"
+    alone = Fake("y", "reference", role="decode", features=GRAMMAR, load={"decode_running": 5}, can_prefill=True)
+    assert choose(decoder, Fake("b", "vllm", role="prefill"), alone, needs=GRAMMAR) == "vllm->reference"

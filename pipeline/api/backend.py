@@ -130,6 +130,7 @@ class BrokerBackend:
             wish,
             known=self._engines,
             pending=self._pending,
+            needs=request.sampling.needs,
         )
 
     def _serves_another(self, replica: Replica, model: Model) -> bool:
@@ -190,7 +191,7 @@ def _fitted(request: Request, decoder: Replica) -> Request:
 
 def _shown(replica: Replica) -> dict[str, Any]:
     contract = {"digest": replica.contract.digest, "context_length": replica.contract.context_length}
-    return {**asdict(replica), "contract": contract}
+    return {**asdict(replica), "contract": contract, "features": sorted(replica.features)}
 
 
 async def _every(seconds: float, step: Callable[[], object]) -> None:

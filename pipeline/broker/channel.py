@@ -17,8 +17,10 @@ from typing import Any, Self
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import RedisError
 
+from pipeline import logprob
 from pipeline.broker import keys
 from pipeline.errors import BrokerError, CrossfillError
+from pipeline.logprob import TokenLogprob
 
 _HEAL_S = 0.5  # silence after which a reader looks into the log by itself
 _RECONNECT_S = 0.2
@@ -44,9 +46,11 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """Tokens of one engine step. `seq` counts the tokens before it; the last entry has `finish` or `error`.
+    """Tokens of one engine step for one `sample`. `seq` counts the tokens of all samples before it.
 
-    `held_tokens`, on the last entry: prompt tokens whose KV the decode engine already held.
+    `finish` is the sample's; `more` beside it: other samples go on. The last entry has `error`, or `finish` alone.
+    `held_tokens`, on the last entry: prompt tokens whose KV the decode engine already held. `logprobs` stand beside
+    `token_ids` where they were asked for.
     """
 
     seq: int
@@ -54,24 +58,41 @@ class TokenEntry:
     finish: str | None = None
     error: ErrorInfo | None = None
     held_tokens: int | None = None
+    sample: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    more: bool = False
 
     @property
     def last(self) -> bool:
-        return self.finish is not None or self.error is not None
+        return self.error is not None or (self.finish is not None and not self.more)
 
     def encode(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """What is not there, or as it mostly is, is left out."""
+        fields = {
+            "seq": self.seq,
+            "token_ids": self.token_ids,
+            "finish": self.finish,
+            "error": asdict(self.error) if self.error else None,
+            "held_tokens": self.held_tokens,
+            "sample": self.sample or None,
+            "logprobs": None if self.logprobs is None else logprob.encode(self.logprobs),
+            "more": self.more or None,
+        }
+        return json.dumps({name: value for name, value in fields.items() if value is not None}, separators=(",", ":"))
 
 
 def decode(text: bytes | str) -> TokenEntry:
     raw = json.loads(text)
-    error = raw["error"]
+    error, logprobs = raw.get("error"), raw.get("logprobs")
     return TokenEntry(
         seq=raw["seq"],
         token_ids=tuple(raw["token_ids"]),
-        finish=raw["finish"],
+        finish=raw.get("finish"),
         error=ErrorInfo(**error) if error else None,
-        held_tokens=raw["held_tokens"],
+        held_tokens=raw.get("held_tokens"),
+        sample=raw.get("sample", 0),
+        logprobs=None if logprobs is None else logprob.decode(logprobs),
+        more=raw.get("more", False),
     )
 
 

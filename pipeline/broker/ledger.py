@@ -168,8 +168,8 @@ class Ledger:
         self._run_advance(handoff_id, role, attempt, "", publish, fields)
 
     def emit(self, handoff_id: str, attempt: int, entry: TokenEntry, fields: Fields | None = None) -> State:
-        """Append tokens (and the terminal, when the entry has `finish`). Errors as `advance`."""
-        event = Event.FINISH if entry.finish else Event.EMIT
+        """Append tokens (and the terminal, when the entry is the last). Errors as `advance`."""
+        event = Event.FINISH if entry.last else Event.EMIT
         status, state = self._emit(handoff_id, str(attempt), entry, event, "", fields or {})
         _require(handoff_id, status, state, event)
         assert state is not None

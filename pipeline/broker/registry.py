@@ -40,6 +40,7 @@ class Replica:
     can_prefill: bool = True
     needs_first_token: bool = False
     max_running: int = 16
+    features: frozenset[str] = frozenset()
     stats: dict[str, int] = field(default_factory=dict)
     load: dict[str, int] = field(default_factory=dict)
 
@@ -48,13 +49,14 @@ def encode(replica: Replica) -> str:
     """The fixed part as JSON; gauges are stored beside it, because only they change."""
     fields = asdict(replica)
     del fields["stats"], fields["load"]
-    return json.dumps(fields, sort_keys=True)
+    return json.dumps(fields | {"features": sorted(replica.features)}, sort_keys=True)
 
 
 def decode(text: str | bytes, stats: str | bytes, load: str | bytes) -> Replica:
     """Raises KeyError, TypeError or ValueError when this is not a replica's record."""
     fields = json.loads(text)
     fields["contract"] = Contract(**fields["contract"])
+    fields["features"] = frozenset(fields.get("features", ()))
     return Replica(**fields, stats=json.loads(stats), load=json.loads(load))
 
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from pipeline.contract import Contract
 from pipeline.errors import CrossfillError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page
 from pipeline.request import Request
 
@@ -30,6 +31,7 @@ class Capabilities:
     can_prefill: bool = True  # this engine can compute a prompt by itself (SGLang in decode mode cannot)
     needs_first_token: bool = False  # decode imports the whole prompt's KV and continues P's first token
     max_running: int = 16
+    features: frozenset[str] = frozenset()  # those of `request.FEATURES` that it has; routing asks no other of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,15 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenStep:
-    """Token ids of one engine step for one request, in order; `finish` is set on the last one only."""
+    """Token ids of one engine step for one sample of a request, in order; `finish` is set on its last one only.
+
+    `logprobs` stand beside `token_ids` where the request asked for them.
+    """
 
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
+    sample: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Prefill(Protocol):
@@ -77,7 +84,7 @@ class Prefill(Protocol):
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        """The one token P drew for a request with `first_token`; empty for all others. Valid once `done`."""
+        """What P drew for a request with `first_token`, one for each sample; else empty. Valid once `done`."""
         ...
 
     @property
@@ -101,9 +108,10 @@ class Admission(Protocol):
         ...
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
-        """Every page is there: join the running batch and yield steps until one has `finish`.
+        """Every page is there: join the running batch and yield steps until every sample had one with `finish`.
 
-        `first_tokens` are P's, for a request with `first_token` only: they come out again as the first step.
+        `first_tokens` are P's, for a request with `first_token` only: they come out again as the first step of each
+        sample.
         """
         ...
 

@@ -155,19 +155,23 @@ def _commit(part: Part, *, held: int, imported: int) -> None:
 
 
 def _emit(part: Part, steps: Iterable[TokenStep]) -> int:
-    """Log every step; the last one and the terminal are one write."""
-    ledger, sent = part.services.ledger, 0
+    """Log every step; the last one of the last sample and the terminal are one write."""
+    ledger, sent, running = part.services.ledger, 0, part.record.request.sampling.n
     for step in steps:
         part.mark("first_token")
-        if step.finish:
+        running -= step.finish is not None
+        if not running:
             part.mark("finished")
         entry = TokenEntry(
             seq=sent,
             token_ids=step.token_ids,
             finish=step.finish,
-            held_tokens=int(part.fields["reused_tokens"]) if step.finish else None,
+            held_tokens=None if running else int(part.fields["reused_tokens"]),
+            sample=step.sample,
+            logprobs=step.logprobs,
+            more=step.finish is not None and running > 0,
         )
-        fields = part.fields if step.finish or not sent else None
+        fields = None if running and sent else part.fields
         ledger.emit(part.handoff_id, part.attempt, entry, fields)
         sent += len(step.token_ids)
     return sent

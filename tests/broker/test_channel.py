@@ -14,6 +14,7 @@ from redis.asyncio import Redis as AsyncRedis
 from pipeline.broker import keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry, TokenHub, TokenReader, decode
 from pipeline.errors import BrokerError
+from pipeline.logprob import TokenLogprob
 
 ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
 
@@ -43,6 +44,29 @@ async def _read(url: str, handoff_id: str, write: Callable[[], None]) -> list[To
 def test_encoding_round_trips() -> None:
     entry = TokenEntry(3, (1, 2), error=ErrorInfo("c", "m", True, 503), held_tokens=None)
     assert decode(entry.encode()) == entry
+    logprobs = (TokenLogprob(1, -0.25, ((4, -0.125), (1, -0.25))), TokenLogprob(2, -3.5, ((2, -3.5), (9, -4.0))))
+    entry = TokenEntry(3, (1, 2), finish="stop", sample=2, logprobs=logprobs, more=True)
+    assert decode(entry.encode()) == entry
+
+
+def test_what_was_not_asked_for_costs_no_bytes() -> None:
+    assert TokenEntry(3, (1, 2)).encode() == '{"seq":3,"token_ids":[1,2]}'
+    assert TokenEntry(3, (1,), logprobs=(TokenLogprob(1, -0.25, ((4, -0.125),)),)).encode() == (
+        '{"seq":3,"token_ids":[1],"logprobs":[[1,-0.25,4,-0.125]]}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "last"),
+    [
+        (TokenEntry(0, (1,)), False),
+        (TokenEntry(0, (1,), finish="stop"), True),
+        (TokenEntry(0, (1,), finish="stop", sample=1, more=True), False),
+        (TokenEntry(0, (), error=ErrorInfo("c", "m", True, 503)), True),
+    ],
+)
+def test_which_entry_is_the_last(entry: TokenEntry, last: bool) -> None:
+    assert entry.last is last
 
 
 @pytest.mark.parametrize("published", [lambda i: True, lambda i: i % 3 == 0, lambda i: False])

@@ -76,7 +76,7 @@ def test_life_of_a_handoff(ledger: Ledger, handoff: str, redis_client: Redis) ->
     assert ledger.emit(handoff, d, TokenEntry(0, (5, 6))) is State.DECODING
     assert ledger.emit(handoff, d, TokenEntry(2, (7,), finish="stop", held_tokens=0)) is State.FINISHED
     log = [json.loads(e) for e in redis_client.lrange(keys.HandoffKeys(handoff).tokens, 0, -1)]
-    assert [(e["seq"], e["token_ids"], e["finish"]) for e in log] == [(0, [5, 6], None), (2, [7], "stop")]
+    assert [(e["seq"], e["token_ids"], e.get("finish")) for e in log] == [(0, [5, 6], None), (2, [7], "stop")]
     ledger.leave(handoff, "decode", d)
     assert ledger.live() == []
     trace = ledger.trace(handoff)

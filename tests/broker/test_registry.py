@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ VLLM = Replica(
     can_prefill=True,
     needs_first_token=False,
     max_running=8,
+    features=frozenset({"logprobs", "n"}),
     stats={"running": 1, "free_pages": 7},
     load={"prefill_running": 0, "decode_running": 1},
 )
@@ -44,6 +46,12 @@ def test_encoding_keeps_everything() -> None:
     assert registries.decode(registries.encode(VLLM), '{"a": 1}', '{"b": 2}') == replace(
         VLLM, stats={"a": 1}, load={"b": 2}
     )
+
+
+def test_a_record_of_an_older_version_promises_no_features() -> None:
+    fields = json.loads(registries.encode(VLLM))
+    assert fields.pop("features") == ["logprobs", "n"]
+    assert registries.decode(json.dumps(fields), "{}", "{}").features == frozenset()
 
 
 def test_what_is_registered_is_listed_by_name(redis_client: Redis) -> None:

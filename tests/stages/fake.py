@@ -62,6 +62,7 @@ class FakeEngine:
         self.seats = ALL  # gate: prompts that D has room for
         self.imports = ALL  # gate: pages that may be imported into one admission
         self.tokens = ALL  # gate: tokens that D has sampled of one text
+        self.script: list[TokenStep] | None = None  # what D says instead of the text
         self.held = 0  # pages of any prompt that D holds already
         self.bad_page: int | None = None  # fault: P fails at this page
         self.first_tokens: tuple[int, ...] | None = None  # fault: what P says instead of the text's first token
@@ -195,6 +196,8 @@ class FakeAdmission(Work):
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
         whole = page_count(self.request.transfer_tokens)
         assert self.local or self.held_pages + len(self.pages) == whole, "decode from a part of the pages"
+        if self.engine.script is not None:
+            return iter(self.engine.script)
         return self._steps([*first_tokens, *text(self.request)[len(first_tokens) :]])
 
     def _steps(self, tokens: list[int]) -> Iterator[TokenStep]:

@@ -33,6 +33,7 @@ PATIENCE_S = 20.0
 OWNER = "api-1"
 LIMITS = HandoffSettings(queue_s=30, accept_s=30, progress_s=30)
 Outcome = dict[str, object]
+THREE = Sampling(max_tokens=3, temperature=0.0)
 FINISHED: Outcome = {"outcome": "finished", "tokens": 3}
 
 
@@ -91,10 +92,17 @@ class Stand:
             closed.result()
         self._stack.close()
 
-    def open(self, tokens: int = 200, *, local: bool = False, first_token: bool = False, owned: bool = True) -> Request:
+    def open(
+        self,
+        tokens: int = 200,
+        *,
+        local: bool = False,
+        first_token: bool = False,
+        owned: bool = True,
+        sampling: Sampling = THREE,
+    ) -> Request:
         """A request of `tokens` random tokens (200: four pages) in the ledger; its text has three tokens."""
         ids = np.random.default_rng(len(self._made)).integers(3, CONTRACT.vocab_size, tokens)
-        sampling = Sampling(max_tokens=3, temperature=0.0)
         request = Request(secrets.token_hex(16), tuple(int(i) for i in ids), sampling, first_token=first_token)
         if owned:
             self.ledger.own(OWNER, 600)

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 import pytest
 
 from pipeline.broker import keys, stream
-from pipeline.engines.base import Capabilities
+from pipeline.broker.channel import TokenEntry
+from pipeline.engines.base import Capabilities, TokenStep
 from pipeline.errors import (
     CrossfillError,
     DeadlineError,
@@ -21,7 +22,8 @@ from pipeline.errors import (
 )
 from pipeline.frame import AbortedError
 from pipeline.handoff import State
-from pipeline.request import Request
+from pipeline.logprob import TokenLogprob
+from pipeline.request import Request, Sampling
 from pipeline.settings import HandoffSettings
 from tests.stages.conftest import Build
 from tests.stages.fake import FakeAdmission, pages, text
@@ -307,3 +309,30 @@ def test_a_lost_payload_is_recomputed_and_the_pages_in_flight_go_at_once(stand: 
     assert stream.gauges(stand.client) == (0, 0, 0)
     stand.d.set(tokens=3)
     _recomputed(stand, request, d, "page_missing")
+
+
+# -- several samples
+
+
+def test_the_end_of_one_sample_is_not_the_end(stand: Stand) -> None:
+    """Two samples with logprobs: every entry says whose it is, and only the last one is a terminal."""
+    request = stand.open(sampling=Sampling(max_tokens=2, temperature=0.0, n=2, logprobs=1))
+    drawn = [TokenLogprob(token, -0.5, ((token, -0.5),)) for token in (11, 12, 21, 22)]
+    stand.d.set(
+        script=[
+            TokenStep((11,), sample=0, logprobs=(drawn[0],)),
+            TokenStep((21,), sample=1, logprobs=(drawn[2],)),
+            TokenStep((22,), "stop", sample=1, logprobs=(drawn[3],)),
+            TokenStep((12,), "length", sample=0, logprobs=(drawn[1],)),
+        ]
+    )
+    _, job = stand.begin(request)
+    assert outcome(job) == {"outcome": "finished", "tokens": 4}
+    assert stand.log(request) == [
+        TokenEntry(0, (11,), sample=0, logprobs=(drawn[0],)),
+        TokenEntry(1, (21,), sample=1, logprobs=(drawn[2],)),
+        TokenEntry(2, (22,), "stop", sample=1, logprobs=(drawn[3],), more=True),
+        TokenEntry(3, (12,), "length", held_tokens=0, sample=0, logprobs=(drawn[1],)),
+    ]
+    assert stand.state(request) is State.FINISHED
+    quiet(stand, request)
