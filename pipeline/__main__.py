@@ -28,6 +28,14 @@ COMMANDS = {
     "worker": Command("pipeline.cli.worker", "run one replica: an engine in one or two roles"),
     "status": Command("pipeline.cli.status", "show replicas, budget and live handoffs of a running API"),
     "key": Command("pipeline.cli.key", "make, list and revoke API keys"),
+    "queues": Command("pipeline.cli.queues", "show the jobs of every queue by where they are"),
+    "replicas": Command("pipeline.cli.replicas", "show the replicas that are alive"),
+    "handoffs": Command("pipeline.cli.handoffs", "show live and recent handoffs"),
+    "handoff": Command("pipeline.cli.handoff", "show where one handoff spent its time"),
+    "cancel": Command("pipeline.cli.cancel", "end a live handoff"),
+    "drain": Command("pipeline.cli.drain", "let a replica finish and take nothing new"),
+    "doctor": Command("pipeline.cli.doctor", "check broker, replicas, contracts and link; say what to do"),
+    "dashboard": Command("pipeline.cli.dashboard", "serve rq-dashboard over the queues"),
     "model": Command("pipeline.cli.model", "write the sample checkpoints; compare two checkpoints"),
 }
 

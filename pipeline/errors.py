@@ -8,7 +8,8 @@ CrossfillError
 │   ├── InvalidParameterError    names the parameter
 │   │   └── UnsupportedFeatureError  no replica alive has an engine that can do this: names the feature
 │   ├── ContextLengthError       the prompt does not fit the context window
-│   └── ModelNotFoundError
+│   ├── ModelNotFoundError
+│   └── HandoffUnknownError      nothing is known of this handoff (any more)
 ├── PeerError                another process sent something wrong
 │   ├── ContractMismatchError    two replicas do not serve the same model: names the fields
 │   ├── FrameError               bytes that are not a valid frame of this handoff
@@ -105,6 +106,18 @@ class ContextLengthError(RequestError):
 class ModelNotFoundError(RequestError):
     code = "model_not_found"
     http_status = 404
+
+
+class HandoffUnknownError(RequestError):
+    code = "handoff_unknown"
+    http_status = 404
+
+    def __init__(self, handoff_id: str) -> None:
+        super().__init__(
+            f"nothing is known of handoff {handoff_id}: it ended a while ago, or never was here; "
+            f"`crossfill handoffs` lists live and recent ones"
+        )
+        self.handoff_id = handoff_id
 
 
 class PeerError(CrossfillError):

@@ -159,22 +159,37 @@ def require_ready(client: Redis, budget_bytes: int, value_bytes: int) -> ServerI
     if value_bytes > budget_bytes:
         raise BudgetTooSmallError(budget_bytes, value_bytes)
     info = server_info(client)
+    require_version(info)
+    require_policy(info)
+    require_memory(info, budget_bytes)
+    return info
+
+
+def require_version(info: ServerInfo) -> None:
+    """Raises ConfigError."""
     oldest = OLDEST_VALKEY if info.kind == "valkey" else OLDEST_REDIS
     if info.version < oldest:
-        raise ConfigError(f"the broker is {info.kind} {_dotted(info.version)}: {_dotted(oldest)} or newer is needed")
+        raise ConfigError(f"the broker is {info.kind} {dotted(info.version)}: {dotted(oldest)} or newer is needed")
+
+
+def require_policy(info: ServerInfo) -> None:
+    """Raises ConfigError."""
     if info.policy != NO_EVICTION:
         raise ConfigError(
             f"the broker's maxmemory-policy is {info.policy}: it would drop pages by itself; "
             f"set `maxmemory-policy {NO_EVICTION}` in its configuration"
         )
+
+
+def require_memory(info: ServerInfo, budget_bytes: int) -> None:
+    """Raises ConfigError."""
     needed = budget_bytes + margin_bytes(budget_bytes)
     if 0 < info.maxmemory_bytes < needed:
         raise ConfigError(
             f"the broker's maxmemory is {info.maxmemory_bytes} bytes; budget_bytes = {budget_bytes} needs {needed}: "
             f"raise maxmemory or lower broker.budget_bytes"
         )
-    return info
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

@@ -26,7 +26,7 @@ def create_app(redis_url: str) -> Any:
         import rq.serializers
         from rq_dashboard import default_settings, web
     except ImportError as error:
-        raise ConfigError(f"the dashboard needs `pip install crossfill[dashboard]` ({error})") from error
+        raise ConfigError(f"the dashboard needs `pip install 'crossfill[dashboard]'` ({error})") from error
     rq.serializers.PickleSerializer = rq.serializers.JSONSerializer  # type: ignore[assignment]
     web.config.serializer = rq.serializers.JSONSerializer
     app = flask.Flask("crossfill-dashboard")

@@ -26,7 +26,10 @@ JOBS = {PREFILL_JOB: "prefill", DECODE_JOB: "decode"}
 
 
 class JobSpec(NamedTuple):
-    """A job to be: `function` is one of JOBS; `meta` is shown by dashboards and holds no prompt text."""
+    """A job to be: `function` is one of JOBS; `meta` is shown by dashboards and holds no prompt text.
+
+    At its end the job's meta also has `state` and what the handler returned: pages, bytes, tokens.
+    """
 
     queue: str
     function: str

@@ -22,6 +22,7 @@ BUDGET_WANTS = f"{PREFIX}:budget:wants"  # hash: waiting handoff id -> "<bytes> 
 # control broker
 LIVE = f"{PREFIX}:live"  # zset: live handoff id -> Redis TIME ms at creation
 REPLICAS = f"{PREFIX}:replicas"  # set of replica names ever registered and not yet reaped
+DRAINS = f"{PREFIX}:drains"  # hash: replica name -> incarnation that an operator wants to take nothing new
 RECENT = f"{PREFIX}:recent"  # list: JSON traces of ended handoffs, capped, no prompt text
 EVENTS_PATTERN = f"{PREFIX}:{{*}}:events"  # every worker hears all of them: a few short messages a handoff
 
@@ -82,6 +83,10 @@ def handoff_of(key: str) -> str:
 
 def replica(name: str) -> str:
     return f"{PREFIX}:replica:{name}"  # hash with PX: the registry's record; its expiry is the lease's end
+
+
+def probe(name: str) -> str:
+    return f"{PREFIX}:probe:{name}"  # string with PX: what `crossfill doctor` times a link with
 
 
 def owner(api_id: str) -> str:

@@ -7,7 +7,7 @@ Workers `enter` and `leave`; the last one out releases. Every record carries a T
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ from pipeline.request import Request
 from pipeline.settings import Settings
 
 Fields = Mapping[str, str | int | float]
-_RECENT_KEPT = 256
+RECENT_KEPT = 256  # traces of ended handoffs
 _TOMBSTONE_MS = 30_000  # how long an ended record waits for an API that died
 
 
@@ -69,6 +69,7 @@ class Ledger:
             "route": json.dumps(dict(route)),
             "policy": self._settings.handoff.failure_policy,
             "owner": owner,
+            "prompt_tokens": len(request.token_ids),
             "at_created": now,
         }
         with translate(), self._client.pipeline(transaction=True) as pipe:
@@ -107,11 +108,22 @@ class Ledger:
 
     def trace(self, handoff_id: str) -> dict[str, Any] | None:
         """Route, counts and marks of one handoff, no text; None when it is gone."""
-        record = self.load(handoff_id)
-        return records.trace(record) if record else None
+        found = self.traces([handoff_id])
+        return found[0] if found else None
+
+    def traces(self, handoff_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """The same of several in one round trip; those that are gone are left out. No prompt is read."""
+        with translate(), self._client.pipeline(transaction=False) as pipe:
+            for handoff_id in handoff_ids:
+                pipe.hmget(keys.HandoffKeys(handoff_id).record, records.SHOWN)
+            answers = pipe.execute()
+        found = [records.snapshot(i, values, records.SHOWN) for i, values in zip(handoff_ids, answers, strict=True)]
+        return [records.trace(seen) for seen in found if seen is not None]
 
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Traces of handoffs that ended lately, newest first."""
+        if count <= 0:
+            return []
         with translate():
             return [json.loads(t) for t in self._client.lrange(keys.RECENT, 0, count - 1)]
 
@@ -210,7 +222,7 @@ class Ledger:
     # -- scripts
 
     def _remember(self, record: Record) -> None:
-        self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), _RECENT_KEPT, self._ttl_ms])
+        self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), RECENT_KEPT, self._ttl_ms])
 
     def _bury(self, handoff_id: str, mine: str, others: str) -> None:
         names = keys.HandoffKeys(handoff_id)

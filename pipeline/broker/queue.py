@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -69,7 +68,7 @@ def enqueue(pipe: Pipeline, client: Redis, spec: JobSpec, settings: BrokerSettin
         job = queue.create_job(
             spec.function,
             args=(spec.handoff_id,),
-            meta=dict(spec.meta),
+            meta={"state": "live", **spec.meta},
             description=f"{JOBS[spec.function]} {spec.handoff_id}",
             timeout=-1,  # RQ's timeouts interrupt native code at random; a handoff has its own deadlines
             ttl=max(1, int(settings.handoff_ttl_s)),
@@ -137,6 +136,7 @@ class ConcurrentWorker(BaseWorker):
         self._running: dict[str, tuple[HandoffJob, Execution]] = {}
         self._lock = threading.RLock()  # RQ's bookkeeping is written for one job at a time
         self._stopping = threading.Event()
+        self._paused = threading.Event()
         self._ended = threading.Event()
 
     @property
@@ -167,9 +167,24 @@ class ConcurrentWorker(BaseWorker):
         """Take nothing new; `run` returns within `poll_s` of the last running job's end. Waiting jobs stay queued."""
         self._stopping.set()
 
+    def pause(self, wanted: bool) -> None:
+        """Take nothing new for now (or go on taking); what runs goes on."""
+        if wanted:
+            self._paused.set()
+        else:
+            self._paused.clear()
+
+    @property
+    def _reluctant(self) -> bool:
+        """A job that comes while the worker is told to take none goes back."""
+        return self._stopping.is_set() or self._paused.is_set()
+
     # -- one job
 
     def _take_one(self) -> None:
+        if self._paused.is_set():
+            self._stopping.wait(self._poll_s)
+            return
         if not self._free.acquire(timeout=self._poll_s):
             return
         begun = False
@@ -189,12 +204,12 @@ class ConcurrentWorker(BaseWorker):
             return False
         begun = False
         try:
-            if not self._stopping.is_set() and (job := fetch(self.connection, queue, text(job_id))):
+            if not self._reluctant and (job := fetch(self.connection, queue, text(job_id))):
                 self._begin(job)
                 begun = True
             return begun
         finally:
-            if not begun:  # stopping, or the broker is full; a job that `fetch` removed is not there to return
+            if not begun:  # stopping, paused, or the broker is full; a job that `fetch` removed is not there to return
                 requeue_front(self.connection, queue.name, text(job_id))
 
     def _begin(self, job: HandoffJob) -> None:
@@ -250,10 +265,23 @@ class ConcurrentWorker(BaseWorker):
         try:
             result = _small(self._handler(job)(job.handoff_id))
         except HandoffCancelledError as error:
-            return partial(self._finalize_cancelled, job, execution, str(error))
-        except BaseException:
-            return partial(self._finalize_failure, job, queue, execution, sys.exc_info())
-        return partial(self._finalize_success, job, queue, execution, result)
+            return self._noted(job, {"state": "cancelled"}, self._finalize_cancelled, execution, str(error))
+        except BaseException as error:
+            state = {"state": "failed", "error": getattr(error, "code", type(error).__name__)}
+            return self._noted(job, state, self._finalize_failure, queue, execution, sys.exc_info())
+        shown = {"state" if name == "outcome" else name: value for name, value in result.items()}
+        return self._noted(job, shown, self._finalize_success, queue, execution, result)
+
+    def _noted(self, job: HandoffJob, shown: JSON, settle: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+        """How to tell RQ the end, with `shown` in the job's meta before: it is what dashboards show of a job."""
+
+        def tell() -> None:
+            known = {name: value for name, value in job.meta.items() if isinstance(value, str)}  # ours is all text
+            job.meta = known | dict(shown)
+            job.save_meta()  # first: `settle` decides how long the job stays, or removes it
+            settle(job, *arguments)
+
+        return tell
 
     def _handler(self, job: HandoffJob) -> Handler:
         if (handler := self._handlers.get(str(job.func_name))) is None:

@@ -6,6 +6,7 @@ A `Snapshot` is the small part (no prompt), read twice a second by everybody who
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,32 @@ SMALL = (
     "recomputed",
     "at_created",
     *(f"{role}_{what}" for role in ROLES for what in ("attempt", "worker", "error")),
+)
+
+MARKS = (
+    "created",
+    "prefill_started",
+    "decode_started",
+    "admitted",
+    "accepted",
+    "first_page_out",
+    "prefill_ended",
+    "last_page_out",
+    "first_page_in",
+    "last_page_in",
+    "committed",
+    "first_token",
+    "finished",
+)
+COUNTS = ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")
+SHOWN = (  # all that a trace is made of
+    *SMALL,
+    "prompt_tokens",
+    "error",
+    "reason",
+    *COUNTS,
+    *(f"{role}_replica" for role in ROLES),
+    *(f"at_{mark}" for mark in MARKS if mark != "created"),
 )
 
 
@@ -86,9 +113,9 @@ class Record(Snapshot):
     contract: Contract
 
 
-def snapshot(handoff_id: str, values: list[bytes | None]) -> Snapshot | None:
-    """From the answer to HMGET of SMALL; None when the record is gone."""
-    fields = {name: value.decode() for name, value in zip(SMALL, values, strict=True) if value is not None}
+def snapshot(handoff_id: str, values: list[bytes | None], names: Sequence[str] = SMALL) -> Snapshot | None:
+    """From the answer to HMGET of `names`; None when the record is gone."""
+    fields = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
     state = fields.pop("state", None)
     return Snapshot(handoff_id, State(state), fields) if state else None
 
@@ -105,20 +132,26 @@ def record(handoff_id: str, raw: dict[str, str]) -> Record:
     )
 
 
-def trace(record: Record) -> dict[str, Any]:
-    """What may be shown of a handoff, no text. `marks_ms` count from its creation, by the broker's clock."""
+def trace(record: Snapshot) -> dict[str, Any]:
+    """What may be shown of a handoff, no text. `marks_ms` count from its creation, by the broker's clock.
+
+    `record` may be a snapshot of SHOWN. `replicas` are those that have left last; who works on it now is in `workers`.
+    """
     start = float(record.fields.get("at_created", 0.0))
     stamps = {k[3:]: float(v) for k, v in record.fields.items() if k.startswith("at_")}
     marks = {name: round(at - start, 3) for name, at in stamps.items()}
-    counts = {k: record.number(k) for k in ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")}
     return {
         "handoff_id": record.handoff_id,
         "state": record.state.value,
         "route": record.route,
-        "prompt_tokens": len(record.request.token_ids),
-        **counts,
+        "created_ms": round(start),
+        "prompt_tokens": record.number("prompt_tokens"),
+        **{name: record.number(name) for name in COUNTS},
+        "replicas": {role: record.fields.get(f"{role}_replica") for role in ROLES},
+        "workers": {role: record.worker(role) for role in ROLES},
         "attempts": {role: record.number(f"{role}_attempt") for role in ROLES},
         "recomputed": record.recomputed,
         "error": record.fields.get("error"),
+        "reason": record.fields.get("reason"),
         "marks_ms": dict(sorted(marks.items(), key=lambda item: item[1])),
     }

@@ -83,20 +83,29 @@ class Registry:
             raise ConfigError(f"a replica named {replica.name!r} is alive already: give each worker its own name")
         self._mine[replica.name] = replica
 
-    def heartbeat(self, name: str, stats: Mapping[str, int], load: Mapping[str, int], lease_s: float) -> None:
+    def heartbeat(self, name: str, stats: Mapping[str, int], load: Mapping[str, int], lease_s: float) -> bool:
         """Renew the lease of a replica registered here; one that the broker lost or let expire is registered again.
 
-        Raises StaleAttemptError when another process has taken the name meanwhile (stop working), BrokerError.
+        True: an operator wants this replica to take nothing new. Raises StaleAttemptError when another process has
+        taken the name meanwhile (stop working), BrokerError.
         """
-        args = [self._incarnation, json.dumps(dict(stats)), json.dumps(dict(load)), _ms(lease_s)]
+        args = [self._incarnation, json.dumps(dict(stats)), json.dumps(dict(load)), _ms(lease_s), name]
         with translate():
-            answer = self._scripts.run("replica_heartbeat", [keys.replica(name)], args)
+            answer = self._scripts.run("replica_heartbeat", [keys.replica(name), keys.DRAINS], args)
         if answer == b"gone":
             _log.warning("replica %s had lost its lease: registering it again", name)
             replica = replace(self._mine[name], stats=dict(stats), load=dict(load))
             answer = b"taken" if self._take(replica, lease_s) else b"ok"
         if answer == b"taken":
             raise StaleAttemptError(f"another process has taken over as replica {name!r}")
+        return bool(answer == b"drain")
+
+    def drain(self, name: str, *, undo: bool = False) -> bool:
+        """Want the living replica `name` to take nothing new (`undo`: take that back); it hears so with its next
+        heartbeat and shows `draining` in its load. False: no such replica. A restarted process starts undrained."""
+        with translate():
+            args = [name, "0" if undo else "1"]
+            return bool(self._scripts.run("replica_drain", [keys.replica(name), keys.DRAINS], args))
 
     def withdraw(self, name: str) -> bool:
         """Remove a replica of this process, or one whose lease has ended; True for the one caller that removed it.
@@ -105,7 +114,7 @@ class Registry:
         """
         self._mine.pop(name, None)
         with translate():
-            names = [keys.replica(name), keys.REPLICAS]
+            names = [keys.replica(name), keys.REPLICAS, keys.DRAINS]
             return bool(self._scripts.run("replica_withdraw", names, [name, self._incarnation]))
 
     def list(self) -> list[Replica]:

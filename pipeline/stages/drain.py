@@ -106,6 +106,7 @@ def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Par
     with services.signals.watch(handoff_id) as watch:
         attempt, record = insist(lambda: services.ledger.enter(handoff_id, role, services.worker))
         part = Part(services, role, attempt, record, watch)
+        part.fields[f"{role}_replica"] = services.worker.rpartition("@")[0]
         try:
             _require_owner(services, record)
             require_equal(services.contract, record.contract)

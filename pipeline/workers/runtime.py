@@ -117,6 +117,7 @@ class Runtime:
         )
         self._lost = threading.Event()  # another process took our name: stop serving under it
         self._draining = False
+        self._unwanted = False  # an operator wants this replica to take nothing new
         self._stop = threading.Event()
         self._takers = self._make_takers()
         self._threads = [
@@ -202,7 +203,7 @@ class Runtime:
 
     def _load(self) -> dict[str, int]:
         running = {f"{role}_running": taker.running for role, taker in self._takers.items()}
-        return running | ({"draining": 1} if self._draining else {})
+        return running | ({"draining": 1} if self._draining or self._unwanted else {})
 
     def _beat(self) -> None:
         """Publish gauges and renew leases; sweep three times within a lease. Only a lost name ends it early."""
@@ -224,7 +225,27 @@ class Runtime:
             except Exception:
                 _log.exception("heartbeat")  # a lease that ends by a bug of ours would look like death
 
+    def _heed(self, unwanted: bool) -> None:
+        """Routers look elsewhere while `draining` is in our load. Decode jobs in the queue are ours alone and are done;
+        prefill jobs are left to others where there are any."""
+        if unwanted != self._unwanted:
+            _log.info("replica %s %s", self._worker.name, "drains: an operator asked" if unwanted else "serves again")
+        self._unwanted = unwanted
+        if prefill := self._takers.get("prefill"):
+            prefill.pause(unwanted and self._others_prefill())
+
+    def _others_prefill(self) -> bool:
+        return any(
+            other.name != self._worker.name
+            and other.role != "decode"
+            and not other.load.get("draining")
+            and (other.engine, other.contract.digest) == (self._worker.engine, self._engine.contract.digest)
+            for other in self._registry.list()
+        )
+
     def _renew(self) -> None:
-        self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
+        unwanted = self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
+        if unwanted or self._unwanted:
+            self._heed(unwanted)
         for handoff_id in self._signals.active():
             stream.heartbeat(self._client, handoff_id, self._settings.broker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import threading
@@ -116,19 +117,20 @@ def test_every_list_of_jobs_shows_its_jobs(get: Get, jobs: dict[str, str]) -> No
         assert {job["id"] for job in listed} == {jobs[name] for name in expected[registry]}
 
 
-@pytest.mark.parametrize(("name", "status", "result", "why"), [
-    ("good", "finished", {"pages": 3}, None),
-    ("bad", "failed", None, "EngineError: no kernel"),
-    ("gone", "canceled", None, "the client is gone"),
-    ("slow-1", "started", None, None),
-    ("waiting", "queued", None, None),
+@pytest.mark.parametrize(("name", "status", "result", "why", "meta"), [
+    ("good", "finished", {"pages": 3}, None, {"state": "live", "pages": 3}),
+    ("bad", "failed", None, "EngineError: no kernel", {"state": "failed", "error": "engine_failed"}),
+    ("gone", "canceled", None, "the client is gone", {"state": "cancelled"}),
+    ("slow-1", "started", None, None, {"state": "live"}),
+    ("waiting", "queued", None, None, {"state": "live"}),
 ])  # fmt: skip
 def test_the_page_of_one_job(
-    get: Get, jobs: dict[str, str], name: str, status: str, result: object, why: str | None
+    get: Get, jobs: dict[str, str], name: str, status: str, result: object, why: str | None, meta: dict[str, object]
 ) -> None:
     assert "<html" in get(f"/rq/0/view/job/{jobs[name]}")
     page = get(f"/rq/0/data/job/{jobs[name]}.json")
-    assert (page["status"], page["result"], page["metadata"]) == (status, result, '{"model": "m"}')
+    assert (page["status"], page["result"]) == (status, result)
+    assert json.loads(page["metadata"]) == {"model": "m"} | meta
     assert (why in page["exc_info"]) if why else page["exc_info"] is None
 
 

@@ -150,7 +150,7 @@ def test_what_a_job_holds(client: Redis) -> None:
     job = _job(client, job_id)
     assert (job.func_name, job.args, job.kwargs, job.instance) == (DECODE_JOB, ["h1"], {}, None)
     assert job.description == "decode h1"
-    assert job.meta == {"model": "m", "route": "a->b"}
+    assert job.meta == {"state": "live", "model": "m", "route": "a->b"}
     assert (job.timeout, job.result_ttl, job.failure_ttl) == (-1, 50, 500)
     assert 0 < client.ttl(job.key) <= 800
     assert json.loads(job.data) == [DECODE_JOB, None, ["h1"], {}]
@@ -489,3 +489,40 @@ def test_tidy_requeues_a_job_that_was_handed_out_and_never_begun(client: Redis) 
     assert rq.job_ids == [lost, waiting]
     assert client.exists(rq.intermediate_queue_key, mark) == 0
     assert queue.requeue_front(client, NAME, lost) is False
+
+
+def test_a_paused_worker_takes_nothing_and_goes_on_later(worker: ConcurrentWorker, desk: Desk, client: Redis) -> None:
+    worker.pause(True)
+    with _working(worker, desk):
+        (held,) = _put(client, "later")
+        _wait(lambda: client.hget(worker.key, "state") == b"idle", "the worker at work")
+        worker.pause(False)
+        _wait(lambda: desk.seen == ["later"], "the job")
+        worker.pause(True)  # what runs goes on
+        desk.gate.set()
+        _wait(lambda: _status(client, held) is JobStatus.FINISHED, "its end")
+
+
+def test_the_jobs_meta_tells_what_came_of_it(worker: ConcurrentWorker, desk: Desk, client: Redis) -> None:
+    good, bad, gone = _put(client, "good", "bad", "gone")
+    begun = {"model": "m", "route": "a->b", "state": "live"}
+    assert _job(client, good).meta == begun
+    with _working(worker, desk):
+        _wait(lambda: len(desk.seen) == 3, "all three")
+        desk.stop("gone")
+        _wait(lambda: _status(client, gone) is JobStatus.CANCELED, "the cancelled one")
+        desk.gate.set()
+        _wait(lambda: _status(client, good) is JobStatus.FINISHED, "the good one")
+        _wait(lambda: _status(client, bad) is JobStatus.FAILED, "the bad one")
+    assert _job(client, good).meta == begun | {"echo": "good"}
+    assert _job(client, bad).meta == begun | {"state": "failed", "error": "broker_unavailable"}
+    assert _job(client, gone).meta == begun | {"state": "cancelled"}
+
+
+def test_an_outcome_is_the_state_of_the_job(client: Redis) -> None:
+    handlers = {DECODE_JOB: lambda _: {"outcome": "sent", "pages": 3, "bytes": 9}}
+    worker = ConcurrentWorker(NAME, client, handlers, slots=1, name="w", settings=SETTINGS, poll_s=0.1)
+    (job,) = _put(client, "one")
+    with _working(worker):
+        _wait(lambda: _status(client, job) is JobStatus.FINISHED, "its end")
+    assert _job(client, job).meta == {"model": "m", "route": "a->b", "state": "sent", "pages": 3, "bytes": 9}

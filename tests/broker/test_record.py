@@ -11,7 +11,7 @@ from pipeline import contract as contracts
 from pipeline import request as requests
 from pipeline.broker import record as records
 from pipeline.broker.channel import ErrorInfo
-from pipeline.broker.record import SMALL, Accept, Record, Snapshot
+from pipeline.broker.record import SHOWN, SMALL, Accept, Record, Snapshot
 from pipeline.contract import Contract
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
@@ -28,6 +28,7 @@ STORED = {
     "route": json.dumps(ROUTE),
     "policy": "recompute",
     "owner": "api-1",
+    "prompt_tokens": "3",
     "at_created": "1000.5",
     "at_accepted": "1250.25",
     "at_decode_started": "1100.1239",
@@ -126,20 +127,33 @@ def test_what_is_no_record_is_refused(field: str, value: str | None) -> None:
 
 
 def test_a_trace_shows_numbers_and_no_text() -> None:
-    shown = records.trace(records.record(ID, STORED | {"recomputed": "peer_error", "error": "engine_failed"}))
+    more = {"recomputed": "peer_error", "error": "engine_failed", "reason": "operator", "prefill_replica": "p-0"}
+    shown = records.trace(records.record(ID, STORED | more))
     assert shown == {
         "handoff_id": ID,
         "state": "streaming",
         "route": ROUTE,
+        "created_ms": 1000,
         "prompt_tokens": 3,
         "pages": 4,
         "bytes": 8192,
         "imported_tokens": 0,
         "reused_tokens": 0,
         "tokens": 0,
+        "replicas": {"prefill": "p-0", "decode": None},
+        "workers": {"prefill": None, "decode": "d-0@ab"},
         "attempts": {"prefill": 1, "decode": 2},
         "recomputed": "peer_error",
         "error": "engine_failed",
+        "reason": "operator",
         "marks_ms": {"created": 0.0, "decode_started": 99.624, "accepted": 249.75},
     }
     assert list(shown["marks_ms"]) == ["created", "decode_started", "accepted"]  # in order of time
+
+
+def test_a_trace_needs_nothing_of_the_prompt() -> None:
+    values = [STORED[name].encode() if name in STORED else None for name in SHOWN]
+    seen = records.snapshot(ID, values, SHOWN)
+    assert seen is not None
+    assert {"request", "contract"} & set(SHOWN) == set()
+    assert records.trace(seen) == records.trace(records.record(ID, STORED))

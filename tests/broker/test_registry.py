@@ -151,3 +151,34 @@ def test_an_unreadable_record_hides_nobody_else(redis_client: Redis, record: dic
     redis_client.hset(keys.replica("odd"), mapping=record)  # type: ignore[arg-type]
     redis_client.sadd(keys.REPLICAS, "odd")
     assert registry.list() == [VLLM]
+
+
+def test_a_drain_is_heard_with_the_next_heartbeat_until_it_is_taken_back(redis_client: Redis) -> None:
+    worker, operator = Registry(redis_client), Registry(redis_client)
+    worker.register(VLLM, LONG_S)
+    worker.register(MLX, LONG_S)
+    assert worker.heartbeat("vllm-0", {}, {}, LONG_S) is False
+    assert operator.drain("vllm-0") is True
+    assert worker.heartbeat("vllm-0", {}, {}, LONG_S) is True
+    assert worker.heartbeat("mlx-0", {}, {}, LONG_S) is False
+    assert operator.drain("vllm-0", undo=True) is True
+    assert worker.heartbeat("vllm-0", {}, {}, LONG_S) is False
+
+
+def test_a_drain_is_for_the_process_that_has_the_name(redis_client: Redis) -> None:
+    first, second = Registry(redis_client), Registry(redis_client)
+    assert second.drain("vllm-0") is False
+    first.register(VLLM, LONG_S)
+    second.drain("vllm-0")
+    first.withdraw("vllm-0")
+    assert redis_client.keys("cf:*") == []
+    second.register(VLLM, LONG_S)
+    assert second.heartbeat("vllm-0", {}, {}, LONG_S) is False
+
+
+def test_a_drain_passes_on_a_full_broker(redis_client: Redis) -> None:
+    registry = Registry(redis_client)
+    registry.register(VLLM, LONG_S)
+    redis_client.config_set("maxmemory", 1)
+    assert registry.drain("vllm-0") is True
+    assert registry.heartbeat("vllm-0", {}, {}, LONG_S) is True

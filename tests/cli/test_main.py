@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         entry.main(["--help"])
     out = capsys.readouterr().out
-    assert [name for name in entry.COMMANDS if f"  {name} " in out] == list(entry.COMMANDS)
+    assert [name for name in entry.COMMANDS if re.search(rf"^    {name}\s", out, re.M)] == list(entry.COMMANDS)
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["serve", "--nonsense"]])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -406,3 +407,37 @@ def test_a_budget_that_holds_no_page_is_refused_at_start(
     assert engine.works == []
     assert engine.failure is not None
     assert Registry(redis_client).list() == []
+
+
+# -- draining by an operator's wish
+
+
+@BROKER
+def test_a_drained_replica_finishes_its_own_jobs_and_leaves_prefill_to_others(build: Build) -> None:
+    scene = build().start()
+    other = Registry(scene.client)
+    said = scene.replica()
+    assert said is not None
+    other.register(replace(said, name="other", load={}), 60)
+    Registry(scene.client).drain(NAME)
+    eventually(lambda: _load(scene).get("draining") == 1, "the wish heard")
+    request = scene.ask()
+    eventually(lambda: scene.client.llen(f"rq:queue:{DECODE}") == 0, "its decode job taken")
+    assert scene.client.llen(f"rq:queue:{PREFILL}") == 1
+    Registry(scene.client).drain(NAME, undo=True)
+    scene.finish(request)
+    eventually(lambda: _load(scene) == IDLE, "at rest, and no longer draining")
+
+
+@BROKER
+def test_a_drained_replica_prefills_what_nobody_else_would(build: Build) -> None:
+    scene = build().start()
+    Registry(scene.client).drain(NAME)
+    eventually(lambda: _load(scene).get("draining") == 1, "the wish heard")
+    request = scene.ask()
+    scene.finish(request)
+
+
+def _load(scene: Scene) -> dict[str, int]:
+    said = next((one for one in Registry(scene.client).list() if one.name == NAME), None)
+    return said.load if said else {}
