@@ -14,6 +14,7 @@ CrossfillError
 │   ├── ContractMismatchError    two replicas do not serve the same model: names the fields
 │   ├── FrameError               bytes that are not a valid frame of this handoff
 │   └── PageMissingError         a frame header whose payload is gone
+├── CaptureError             a stored handoff that is damaged, forged or of a newer version: says where
 ├── CapacityError            come back later
 │   ├── OverloadedError
 │   └── NoReplicaError           nobody alive serves this model or route
@@ -144,6 +145,10 @@ class FrameError(PeerError):
 
 class PageMissingError(PeerError):
     code = "page_missing"
+
+
+class CaptureError(CrossfillError):
+    code = "capture_invalid"
 
 
 class CapacityError(CrossfillError):

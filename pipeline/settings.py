@@ -95,8 +95,23 @@ class HandoffSettings(_Section):
     total_s: float = 600.0
 
 
+class CaptureSettings(_Section):
+    """Which handoffs a decode worker stores as `.handoff` files, and where. Prompts are private: nothing by default.
+
+    `errors`: those that failed or lost their transfer. Whoever reaches the broker may ask for single live ones besides.
+    """
+
+    mode: str = Field("off", pattern=r"^(off|errors|all|sample:(0(\.\d+)?|1(\.0*)?))$")  # sample:<rate>, 0..1
+    folder: Path = Path("captures")  # on the decode worker's machine; made with mode 0700, files with 0600
+    max_file_bytes: int = Field(1024 * MIB, gt=0)  # a handoff that would be larger is not stored
+    max_files: int = Field(64, ge=1)  # of the folder; the oldest go
+    buffer_bytes: int = Field(512 * MIB, gt=0)  # pages in memory on their way to disk; a capture beyond is dropped
+    redact: bool = False  # store neither token ids nor pages: counts, digests and times only, nothing to decode from
+
+
 class Settings(_Section):
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings | None = None
     handoff: HandoffSettings = HandoffSettings()
+    capture: CaptureSettings = CaptureSettings()
     workers: tuple[WorkerSettings, ...] = ()

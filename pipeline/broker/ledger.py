@@ -106,6 +106,13 @@ class Ledger:
         """The API has read everything it wants of an ended handoff."""
         self._bury(handoff_id, "forgotten", "released")
 
+    def capture(self, handoff_id: str) -> State | None:
+        """Ask D to store this handoff when it ends. Returns its state, a terminal one when it is too late, or None."""
+        seen = self.peek(handoff_id)
+        if seen is None or seen.state in TERMINAL:
+            return seen.state if seen else None
+        return self._run_advance(handoff_id, None, 0, "", "capture", {"capture": 1})[1]
+
     def trace(self, handoff_id: str) -> dict[str, Any] | None:
         """Route, counts and marks of one handoff, no text; None when it is gone."""
         found = self.traces([handoff_id])

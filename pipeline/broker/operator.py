@@ -72,6 +72,10 @@ class Operator:
         """Ask for the end of a handoff. Returns the state that followed, None when nothing is known of it."""
         return self._ledger.cancel(handoff_id, "operator")
 
+    def capture(self, handoff_id: str) -> State | None:
+        """Ask D to store a live handoff. Returns its state, a terminal one where it is too late, None when unknown."""
+        return self._ledger.capture(handoff_id)
+
     def drain(self, name: str, *, undo: bool = False) -> bool:
         """Want a replica to take nothing new, or take that back. False: no such replica is alive."""
         return self._registry.drain(name, undo=undo)

@@ -26,6 +26,7 @@ SMALL = (
     "owner",
     "accept",
     "recomputed",
+    "capture",
     "at_created",
     *(f"{role}_{what}" for role in ROLES for what in ("attempt", "worker", "error")),
 )
@@ -92,6 +93,11 @@ class Snapshot:
         """Why D gave up on P's pages and computes the prompt itself."""
         return self.fields.get("recomputed")
 
+    @property
+    def capture(self) -> bool:
+        """An operator wants it stored."""
+        return "capture" in self.fields
+
     def number(self, name: str) -> int:
         return int(float(self.fields.get(name, 0)))
 
@@ -143,6 +149,7 @@ def trace(record: Snapshot) -> dict[str, Any]:
     return {
         "handoff_id": record.handoff_id,
         "state": record.state.value,
+        "capture": record.capture,
         "route": record.route,
         "created_ms": round(start),
         "prompt_tokens": record.number("prompt_tokens"),

@@ -145,6 +145,12 @@ class Signals:
                 if not self._watches[channel]:
                     del self._watches[channel]
 
+    def seen(self, handoff_id: str) -> Snapshot | None:
+        """What was last read of a handoff that this process works on; None of any other."""
+        with self._lock:
+            watches = self._watches.get(keys.HandoffKeys(handoff_id).events.encode(), ())
+            return next((watch.snapshot for watch in watches if watch.snapshot is not None), None)
+
     def active(self) -> list[str]:
         """Ids of the handoffs this process works on."""
         with self._lock:

@@ -115,6 +115,17 @@ class Admission(Protocol):
         """
         ...
 
+    def keep_pages(self) -> None:
+        """Keep the prompt's pages readable until `close`, also behind the last step. Any time before that step."""
+        ...
+
+    def export_pages(self) -> Iterator[Page]:
+        """Copies of the leading pages that are there, held ones included: all of them, once a step has come.
+
+        For captures. Behind the last step only after `keep_pages`. Raises EngineError, HandoffCancelledError.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

@@ -33,13 +33,16 @@ from pipeline.page import Page, page_count, page_tokens
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings, WorkerSettings
 from pipeline.stages import decode, prefill
+from pipeline.stages.archive import Archive
 from pipeline.stages.drain import Services
+from pipeline.stages.recording import RecordedEngine, Recorder
 
 if TYPE_CHECKING:
     from redis import Redis
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 0.5
+_RECENT = 256  # ended handoffs among which a capture looks for its own
 _WARM_TOKENS = 80  # more than one page, so that export and import are warm too
 
 
@@ -91,6 +94,12 @@ def _blank(engine: Engine, request: Request) -> list[Page]:
     return [Page(index, page_tokens(index, tokens), shape.empty()) for index in range(page_count(tokens))]
 
 
+def _last_trace(ledger: Ledger, handoff_id: str) -> dict[str, Any] | None:
+    """Of a live handoff, or of one that has ended and is remembered."""
+    recent = (trace for trace in ledger.recent(_RECENT) if trace["handoff_id"] == handoff_id)
+    return ledger.trace(handoff_id) or next(recent, None)
+
+
 class Runtime:
     """A loaded engine and its RQ workers, one per role. `start` returns at once; `close` drains."""
 
@@ -104,6 +113,8 @@ class Runtime:
         self._clock = clock
         self._registry = Registry(client)
         self._signals = Signals(connect_blocking(settings.broker.url), ledger)
+        self._archive = Archive(settings.capture)
+        self._recorder = Recorder(settings.capture, self._archive, self._signals.seen, partial(_last_trace, ledger))
         self._janitor = Janitor(client, client, ledger, Registry(client), clock, settings)
         self._services = Services(
             worker=f"{worker.name}@{self._registry.incarnation}",
@@ -151,6 +162,7 @@ class Runtime:
             taker.request_stop()
         for thread in self._threads:
             thread.join()
+        self._archive.close()
         self._stop.set()
         self._heart.join()
         with contextlib.suppress(BrokerError):  # else the lease ends by itself
@@ -167,7 +179,7 @@ class Runtime:
             "decode": (
                 keys.decode_queue(self._worker.name),
                 DECODE_JOB,
-                partial(decode.run, self._services, self._engine),
+                partial(decode.run, self._services, RecordedEngine(self._engine, self._recorder)),
             ),
         }
         wanted = roles if self._worker.role == "both" else {self._worker.role: roles[self._worker.role]}

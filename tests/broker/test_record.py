@@ -58,6 +58,7 @@ def test_the_small_part_holds_no_prompt() -> None:
         "owner",
         "accept",
         "recomputed",
+        "capture",
         "at_created",
         "prefill_attempt",
         "prefill_worker",
@@ -132,6 +133,7 @@ def test_a_trace_shows_numbers_and_no_text() -> None:
     assert shown == {
         "handoff_id": ID,
         "state": "streaming",
+        "capture": False,
         "route": ROUTE,
         "created_ms": 1000,
         "prompt_tokens": 3,

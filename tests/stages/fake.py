@@ -188,6 +188,15 @@ class FakeAdmission(Work):
         self.local = local
         self.held_pages = min(engine.held, page_count(request.transfer_tokens))
         self.pages: list[Page] = []
+        self.kept = False
+
+    def keep_pages(self) -> None:
+        self.kept = True
+
+    def export_pages(self) -> Iterator[Page]:
+        self.until(lambda: True)
+        whole = pages(self.request)
+        return iter(whole if self.local else [*whole[: self.held_pages], *self.pages])
 
     def import_page(self, page: Page) -> None:
         self.until(lambda: len(self.pages) < self.engine.imports)

@@ -66,6 +66,24 @@ class _Admission:
             self._closed.set()
         self._closed.wait()
 
+    def keep_pages(self) -> None:
+        self._row.keep = True
+
+    def export_pages(self) -> Iterator[Page]:
+        """Read out of the batch, or, before decoding, out of what was imported."""
+        with self._lock:
+            if self._closing:
+                raise HandoffCancelledError("the request was closed")
+            chunk = self._core.prompt(self._row)
+            if chunk is None:
+                return iter(self._written_pages())
+            shape = self._core.model.shape
+            return iter([Page(at, page_tokens(at, chunk.tokens), chunk.copy_page(shape, at)) for at in chunk.pages])
+
+    def _written_pages(self) -> list[Page]:
+        """What came in so far."""
+        return []
+
     def _stop(self) -> None:
         """Wake whoever waits for anything but a token."""
 
@@ -124,6 +142,12 @@ class ImportAdmission(_Admission):
                 self._core.store.put(key, data)
             self._full.clear()
         return self._row.steps()
+
+    def _written_pages(self) -> list[Page]:
+        if self._staging is None:  # on its way into the batch, or already out of it
+            return []
+        counts = [page_tokens(at, self._tokens) for at in range(self._next)]
+        return [Page(at, tokens, self._staging.read(at, tokens)) for at, tokens in enumerate(counts)]
 
     def _withdraw(self) -> None:
         super()._withdraw()

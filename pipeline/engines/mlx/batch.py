@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from pipeline.engines.base import FinishReason, TokenStep
 from pipeline.engines.mlx import cache as kv
+from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.mlx.lm import BatchKVCache
 from pipeline.engines.mlx.model import Model
 from pipeline.engines.mlx.sampler import Sampler, draw
@@ -33,6 +34,8 @@ class Row:
         self.sampler = sampler
         self.limit = limit
         self.drawn = 0  # sampled, perhaps not emitted yet
+        self.keep = False  # set by any thread: the prompt's KV is wanted behind the last step
+        self.kept: Chunk | None = None
         self._emitted = 0
         self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self._steps: SimpleQueue[TokenStep | CrossfillError] = SimpleQueue()
@@ -106,6 +109,19 @@ class Batch:
         self.rows.append(row)
         return emitted
 
+    def prompt(self, row: Row) -> Chunk | None:
+        """Evaluated copies of the KV of a row's prompt, all tokens but the last. None when it does not decode."""
+        if row not in self.rows:
+            return row.kept
+        at, tokens = self.rows.index(row), row.prompt_tokens - 1
+        layers: list[tuple[Any, Any]] = []
+        for one in self._caches if tokens else ():
+            start = int(one.left_padding[at].item())
+            rows = slice(start, start + tokens)
+            layers.append((one.keys[at : at + 1, :, rows], one.values[at : at + 1, :, rows]))
+        mx.eval(layers)
+        return Chunk(0, tokens, layers)
+
     def leave(self, row: Row) -> None:
         """Take a row out, wherever it is. Idempotent."""
         if row in self.rows:
@@ -136,6 +152,8 @@ class Batch:
         self._inputs, self._drawn = self._drawn, following
         staying = [at for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True)) if not row.push(token)]
         if len(staying) < len(tokens):
+            for at in set(range(len(tokens))) - set(staying):
+                self.rows[at].kept = self.prompt(self.rows[at]) if self.rows[at].keep else None
             self._keep(staying)
         return len(tokens)
 

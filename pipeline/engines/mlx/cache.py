@@ -88,6 +88,14 @@ class Staging:
         for layer, source in zip(self._layers, data, strict=True):
             layer[:, 0, :, start : start + tokens] = source[:, :, :tokens]
 
+    def read(self, index: int, tokens: int) -> PageArray:
+        """Page `index`, of which `tokens` rows were written, in a fresh array."""
+        start = index * PAGE_TOKENS
+        layers = np.stack([layer[:, 0, :, start : start + PAGE_TOKENS] for layer in self._layers])
+        page = layers.astype(np.float16)  # what was written came as FP16: exact
+        page[:, :, :, tokens:] = 0
+        return page
+
     def take(self, tokens: int) -> list[KVCache]:
         """Caches that hold the first `tokens` tokens. Each layer is let go as soon as it was copied.
 

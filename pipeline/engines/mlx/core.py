@@ -17,6 +17,7 @@ import mlx.core as mx
 from pipeline.contract import Contract
 from pipeline.engines.mlx import model as checkpoint_model
 from pipeline.engines.mlx.batch import Batch, Row
+from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.mlx.loop import Loop
 from pipeline.engines.mlx.memory import Memory
 from pipeline.engines.mlx.prompt import Prompt
@@ -78,6 +79,12 @@ class Core:
         """Take work out again; returns once the device no longer works on it."""
         done = self.loop.post(lambda: self._withdraw(list(prompts), row))
         done.exception()  # it only fails where the engine has ended, and then nothing works on it
+
+    def prompt(self, row: Row) -> Chunk | None:
+        """KV of the prompt of a request that decodes, or has and was to be kept. Raises what ended the engine."""
+        found: list[Chunk | None] = []
+        self.loop.post(lambda: found.append(self._batch.prompt(row))).result()
+        return found[0]
 
     def join(self, row: Row, caches: list[Any]) -> None:
         """Let a request decode: `caches`, evaluated, hold all its prompt but the last token."""

@@ -29,6 +29,8 @@ class DecodeRun(Run):
         self._held_pages = 0
         self._joined = False
         self._closed = False
+        self._kept: KvCache | None = None  # behind the last step
+        self._keep = False
         self._steps: deque[TokenStep] = deque()
 
     @property
@@ -67,9 +69,19 @@ class DecodeRun(Run):
                 self._joined = True
         return self._emit()
 
+    def keep_pages(self) -> None:
+        self._keep = True
+
+    def export_pages(self) -> Iterator[Page]:
+        if self._kept is not None:
+            return self._pages(self._kept)
+        with self.using() as cache:  # rows of the prompt do not change any more: the engine may go on behind them
+            return self._pages(cache)
+
     def close(self) -> None:
         with self.host.condition:
             self._closed = True
+            self._kept = None
         super().close()
 
     def step(self) -> None:
@@ -80,9 +92,16 @@ class DecodeRun(Run):
         with self.using() as cache:
             token = self._next_token(cache)
             with self.host.condition:
+                self._kept = cache if self._keep and not self._closed else None
                 self._append(token)
                 if self.ended:
                     self.store_pages(cache)
+
+    def _pages(self, cache: KvCache) -> Iterator[Page]:
+        """Copied now, not when they are asked for."""
+        body = min(self.present_tokens, self.body_tokens)
+        whole = range(page_count(body) if body == self.body_tokens else body // PAGE_TOKENS)
+        return iter([cache.page(index, page_tokens(index, body)) for index in whole])
 
     def _next_token(self, cache: KvCache) -> int:
         logits = self.host.model.logits(self.tokens[-1:], cache)

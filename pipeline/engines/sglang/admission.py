@@ -35,6 +35,7 @@ class SglangAdmission(SglangTicket):
         self._emitted = 0
         self._finish: FinishReason | None = None
         self._steps: deque[TokenStep] = deque()
+        self._kept: list[Page] | None = None  # copies of what was imported
 
     # The job's side.
 
@@ -65,6 +66,24 @@ class SglangAdmission(SglangTicket):
             self._end_copy()
         with self.changed:
             self._next += 1
+            if self._kept is not None:
+                self._kept.append(Page(page.index, page.tokens, page.data.copy()))
+
+    def keep_pages(self) -> None:
+        """From here on copies are kept here: SGLang frees a request's blocks by itself, and its plug-in cannot wait."""
+        with self.changed:
+            if self._kept is None and self._next == self._held:
+                self._kept = []
+
+    def export_pages(self) -> Iterator[Page]:
+        with self.changed:
+            if self._closed:
+                self._require_alive()
+            if self._kept is None or self._held:
+                raise EngineError(
+                    f"SGLang gives out pages that were imported after `keep_pages` only: it held {self._held} itself"
+                )
+            return iter(list(self._kept))
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
         if len(first_tokens) != 1:

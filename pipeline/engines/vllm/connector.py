@@ -62,9 +62,17 @@ class Scheduled(NamedTuple):
         return self.blocks[self.before // PAGE_TOKENS : page_count(self.after)]
 
 
+class Located(NamedTuple):
+    """The blocks of an intake's whole prompt, computed in an earlier step."""
+
+    intake: Intake
+    blocks: list[int]
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    preempted: list[Export] = field(default_factory=list)
+    preempted: list[Export | Intake] = field(default_factory=list)
+    located: list[Located] = field(default_factory=list)
     computing: list[Computing] = field(default_factory=list)
     admitting: list[Admitting] = field(default_factory=list)
 
@@ -106,7 +114,7 @@ class PageConnector(KVConnectorBase_V1):
         meta = StepMetadata(admitting=self._admitting)
         self._admitting = []
         for engine_id in scheduler_output.preempted_req_ids or ():
-            if isinstance(ticket := tickets.get(engine_id), Export):
+            if isinstance(ticket := tickets.get(engine_id), Export | Intake):
                 meta.preempted.append(ticket)
         self._table.update(scheduler_output)
         scheduled = list(_scheduled(scheduler_output, tickets, self._table))
@@ -127,6 +135,8 @@ class PageConnector(KVConnectorBase_V1):
             transfer = one.ticket.request.transfer_tokens
             held = one.ticket.pages if one.before >= transfer else one.before // PAGE_TOKENS
             meta.admitting.append(Admitting(one.ticket, held, []))
+        elif isinstance(one.ticket, Intake) and one.ticket.keeping and one.before > one.ticket.request.transfer_tokens:
+            meta.located.append(Located(one.ticket, one.blocks))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """True keeps the blocks until `get_finished` names the request."""
@@ -137,6 +147,11 @@ class PageConnector(KVConnectorBase_V1):
             return True, None
         if isinstance(ticket, Intake) and ticket.loading is not None:
             self._exchange.receive(ticket.loading)  # aborted while loading: vLLM frees once the load has ended
+            return False, None
+        if isinstance(ticket, Intake) and not ticket.released:
+            ticket.locate(block_ids, self._exchange.copier.fence())
+            self._exchange.held[request.request_id] = ticket
+            return True, None
         return False, None
 
     # --- worker side
@@ -146,9 +161,11 @@ class PageConnector(KVConnectorBase_V1):
         self._exchange.copier = Copier(BlockPages([kv_caches[name] for name in names], self._shape))
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        for export in kv_connector_metadata.preempted:
-            export.withdraw()
+        for ticket in kv_connector_metadata.preempted:
+            ticket.withdraw()
         fence = self._exchange.copier.fence()
+        for intake, blocks in kv_connector_metadata.located:
+            intake.locate(blocks, fence)
         for export, blocks, early, _ in kv_connector_metadata.computing:
             export.publish(early, blocks, fence)
         for intake, held, blocks in kv_connector_metadata.admitting:

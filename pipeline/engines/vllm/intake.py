@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,17 @@ from pipeline.engines.ticket import require_next
 from pipeline.engines.vllm.copier import Copier, Fence
 from pipeline.engines.vllm.exchange import Exchange, VllmTicket
 from pipeline.errors import EngineError
-from pipeline.page import Page, page_count, require_finite
+from pipeline.page import Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
+
+_PROMPT_S = 10.0  # how long an export waits for the step that tells where the pages are
+
+
+class Prompt(NamedTuple):
+    """The blocks of all pages, complete once `fence` has passed."""
+
+    blocks: list[int]
+    fence: Fence
 
 
 class Intake(VllmTicket):
@@ -36,6 +46,8 @@ class Intake(VllmTicket):
         self._staged: torch.Tensor | None = None  # pages of the batch that is being collected
         self._written = 0  # pages before this one are in their blocks
         self._received = False
+        self._keeping = False
+        self._prompt: Prompt | None = None  # where the whole prompt is, once it is computed
         self._steps: deque[TokenStep] = deque()
 
     # --- the job's side
@@ -84,6 +96,43 @@ class Intake(VllmTicket):
                 self._exchange.receive(self.loading)
         return self._take_steps()
 
+    def keep_pages(self) -> None:
+        with self.changed:
+            self._keeping = True
+        self._exchange.wake()
+
+    def export_pages(self) -> Iterator[Page]:
+        """While pages come in: those in their blocks. From then on vLLM's next step tells where all of them are."""
+        with self.changed:
+            self._require_alive()
+            blocks, fence = self._blocks[: self._written], self._after
+            if self._received or not self._blocks:
+                blocks, fence = self._find_prompt()
+            copier = self._begin_copy()
+        try:
+            found = []
+            for at in range(0, len(blocks), copier.batch):
+                found += list(copier.read(blocks[at : at + copier.batch], fence))
+        finally:
+            self._end_copy()
+        return iter([self._page(index, data) for index, data in enumerate(found)])
+
+    def _find_prompt(self) -> Prompt:
+        """Caller holds `changed`."""
+        if not self._keeping:
+            raise EngineError("the pages were not kept")
+        if not self.pages:
+            return Prompt([], Fence())
+        self._wait(lambda: self._prompt is not None or self._gone, _PROMPT_S)
+        if self._prompt is None:
+            raise EngineError("vLLM has not said in time where the pages are")
+        return self._prompt
+
+    def _page(self, index: int, data: PageArray) -> Page:
+        tokens = page_tokens(index, self.request.transfer_tokens)
+        data[:, :, :, tokens:] = 0
+        return Page(index, tokens, data)
+
     def _take_steps(self) -> Iterator[TokenStep]:
         finish = None
         while finish is None:
@@ -111,6 +160,27 @@ class Intake(VllmTicket):
             self._after = after
             self._admitted = True
             self.changed.notify_all()
+
+    @property
+    def keeping(self) -> bool:
+        return self._keeping
+
+    @property
+    def released(self) -> bool:
+        """Kept until `close`: as of an export, vLLM holds the blocks behind the last step."""
+        return not self._keeping or (self._closed and not self._copying)
+
+    def locate(self, blocks: Sequence[int], fence: Fence) -> None:
+        """The whole prompt is in these blocks once `fence` has passed."""
+        with self.changed:
+            self._prompt = Prompt(list(blocks[: self.pages]), fence)
+            self.changed.notify_all()
+
+    def withdraw(self) -> None:
+        """A preemption took the blocks: vLLM computes the prompt again by itself."""
+        with self.changed:
+            self._prompt, self._blocks = None, []
+            self.changed.wait_for(lambda: not self._copying)
 
     def deliver(self, step: TokenStep) -> None:
         with self.changed:
