@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("ttft",)
+BENCHES = ("router", "ttft")
 
 
 def main() -> int:
