@@ -24,8 +24,8 @@ from redis import Redis
 from tokenizers import Tokenizer
 
 from bench import report
+from bench.client import Sample, stream
 from bench.fleet import fleet
-from bench.load import Sample, stream
 
 SENTENCE = "Water evaporates and condenses. "
 OUTPUT_TOKENS = 32

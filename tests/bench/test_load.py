@@ -1,0 +1,43 @@
+"""The load bench: its prompts and its arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench import load
+from bench.client import Sample
+from bench.load import Bounds
+
+MODEL = Path("models/smollm2-135m/tokenizer.json")
+
+
+def _sample(ttft: float, step: float, tokens: int = 10) -> Sample:
+    return Sample("a->b", 5, ttft, step, tokens, {}, "", tokens)
+
+
+def test_rates_and_percentiles() -> None:
+    samples = [_sample(100.0, 10.0), _sample(300.0, 10.0), _sample(200.0, 90.0)]
+    row = load.row(samples, 2.0, 3, Bounds(ttft_ms=250.0, tpot_ms=50.0))
+    assert (row["clients"], row["route"]) == (3, "a->b")
+    assert (row["ttft_p50_ms"], row["tpot_p50_ms"]) == (200.0, 10.0)
+    assert row["ttft_p95_ms"] == pytest.approx(290.0)
+    assert (row["tokens_per_s"], row["goodput_per_s"]) == (15.0, 0.5)
+
+
+def test_one_answer_is_every_percentile() -> None:
+    assert load.percentile([7.0], 99) == 7.0
+
+
+@pytest.mark.skipif(not MODEL.exists(), reason="no sample model: `make models`")
+def test_prompts_are_seeded_and_every_second_one_shares_a_prefix() -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL))
+    made = load.prompts(tokenizer, 8, 64, 128, seed=3)
+    assert made == load.prompts(tokenizer, 8, 64, 128, seed=3)
+    assert all(64 <= len(ids) <= 128 for ids in made)
+    for index in (1, 3, 5, 7):
+        half = min(len(made[index]) // 2, 64)
+        assert any(made[index][:half] == earlier[:half] for earlier in made[:index])
+    assert len({tuple(ids) for ids in made}) == 8
