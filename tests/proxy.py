@@ -1,12 +1,65 @@
-"""Proxy: a TCP hop before the broker that a test can cut and mend, as a network does."""
+"""Proxy: a TCP hop before the broker that does to connections what networks do, after toxiproxy's list of faults.
+
+What is not TCP's to do is done by `lose`: the server executes a command and the client never hears of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
+import time
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
+
+_PIECE = 1 << 16
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close() sends RST
+_LOOK_S = 0.05
+Way = Literal["up", "down"]  # towards the server, towards the client
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What a piece of data meets on its way, in either direction. All off: a plain hop.
+
+    `black_hole`: nothing passes and nothing is refused; what was sent arrives late, when the fault ends.
+    `limit_bytes`: a connection is reset after that many bytes in the direction `limit`.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    piece_bytes: int = _PIECE  # slicer: nothing larger arrives at once
+    slow_close_s: float = 0.0
+    black_hole: bool = False
+    limit_bytes: int | None = None
+    limit: Way = "up"
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One client's connection and ours to the server."""
+
+    near: socket.socket
+    far: socket.socket
+    doomed: bool = False  # a command of it went through whose reply must not
+    passed: dict[Way, int] = field(default_factory=lambda: {"up": 0, "down": 0})
+    seen: bytes = b""  # the last bytes sent, where a marker may begin
+
+    rst: set[socket.socket] = field(default_factory=set)  # ends that close by RST instead of FIN
+
+    def shut(self) -> None:
+        for end in (self.near, self.far):
+            _shut(end)
+
+    def reset(self, *ends: socket.socket) -> None:
+        """Each peer sees `connection reset by peer`: the thread that reads an end wakes and closes it by RST."""
+        self.rst |= set(ends)
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.shutdown(socket.SHUT_RD)
 
 
 class Proxy:
@@ -16,28 +69,49 @@ class Proxy:
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._pairs: list[_Pair] = []
+        self._faults = Faults()
         self._cut = False
-        self._refused = 0
+        self._marker = b""
+        self._to_lose = 0
+        self.refused = 0  # connections turned away since the last cut
+        self.lost = 0  # replies swallowed since the last `lose`
+        self.resets = 0
         threading.Thread(target=self._serve, name="proxy", daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
 
-    @property
-    def refused(self) -> int:
-        """Connections turned away since the last cut."""
-        return self._refused
-
     def cut(self) -> None:
         with self._lock:
-            self._cut, self._refused = True, 0
-            for end in self._sockets:
-                _shut(end)
+            self._cut, self.refused = True, 0
+            for pair in self._pairs:
+                pair.shut()
+
+    def reset(self) -> None:
+        """Every connection ends by RST; new ones are served."""
+        with self._lock:
+            for pair in self._pairs:
+                pair.reset(pair.near, pair.far)
+            self.resets += len(self._pairs)
+
+    def apply(self, faults: Faults) -> None:
+        """From now on, for connections old and new, until the next `apply` or `mend`."""
+        with self._lock:
+            self._faults = faults
+            for pair in self._pairs:
+                pair.passed = {"up": 0, "down": 0}
+
+    def lose(self, marker: bytes, times: int = 1) -> None:
+        """The next `times` commands with `marker` in them are executed; instead of each reply the connection ends."""
+        with self._lock:
+            self._marker, self._to_lose, self.lost = marker, times, 0
 
     def mend(self) -> None:
-        self._cut = False
+        """A plain hop again."""
+        with self._lock:
+            self._cut, self._faults, self._to_lose = False, Faults(), 0
 
     def __enter__(self) -> Self:
         return self
@@ -45,6 +119,7 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.mend()
         self.cut()
         _shut(self._listener)
         self._listener.close()
@@ -57,22 +132,83 @@ class Proxy:
     def _take(self, near: socket.socket) -> None:
         with self._lock:
             if self._cut:
-                self._refused += 1
+                self.refused += 1
                 near.close()
                 return
-            far = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets |= {near, far}
-        for source, target in ((near, far), (far, near)):
-            threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+            try:
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # the server is down: so is what the client sees
+                near.close()
+                return
+            pair = _Pair(near, far)
+            self._pairs.append(pair)
+        threading.Thread(target=self._pass, args=(pair, "up"), daemon=True).start()
+        threading.Thread(target=self._pass, args=(pair, "down"), daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass(self, pair: _Pair, way: Way) -> None:
+        source, target = (pair.near, pair.far) if way == "up" else (pair.far, pair.near)
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
+            while data := source.recv(_PIECE):
+                self._forward(pair, way, data, target)
+        time.sleep(self._faults.slow_close_s)
         with self._lock:
-            _shut(target)
+            if target not in pair.rst:
+                _shut(target)
             source.close()
-            self._sockets.discard(source)
+            if pair in self._pairs and pair.near.fileno() < 0 and pair.far.fileno() < 0:
+                self._pairs.remove(pair)
+
+    def _forward(self, pair: _Pair, way: Way, data: bytes, target: socket.socket) -> None:
+        """Raises OSError where the connection is to end."""
+        while data:
+            faults = self._await_passage()
+            piece, data = data[: faults.piece_bytes], data[faults.piece_bytes :]
+            piece = self._within_limit(pair, way, piece, faults)
+            time.sleep(faults.latency_s + (len(piece) / faults.bytes_per_s if faults.bytes_per_s else 0.0))
+            self._deliver(pair, way, piece, target)
+
+    def _await_passage(self) -> Faults:
+        while self._faults.black_hole and not self._cut:
+            time.sleep(_LOOK_S)
+        return self._faults
+
+    def _within_limit(self, pair: _Pair, way: Way, piece: bytes, faults: Faults) -> bytes:
+        if faults.limit_bytes is None or faults.limit != way:
+            return piece
+        left = faults.limit_bytes - pair.passed[way]
+        pair.passed[way] += len(piece)
+        if len(piece) <= left:
+            return piece
+        with self._lock, contextlib.suppress(OSError):
+            (pair.far if way == "up" else pair.near).sendall(piece[: max(0, left)])
+            pair.reset(pair.near, pair.far)
+            self.resets += 1
+        raise ConnectionResetError
+
+    def _deliver(self, pair: _Pair, way: Way, piece: bytes, target: socket.socket) -> None:
+        if way == "down":
+            with self._lock:
+                if pair.doomed:  # the server's end closes in order, so that it executes all it was sent
+                    self.lost += not pair.rst
+                    pair.reset(pair.near)
+                    return
+        elif self._marks(pair, piece):
+            with self._lock:  # no reply may pass before this is sent
+                pair.doomed = True
+                target.sendall(piece)
+                return
+        target.sendall(piece)
+
+    def _marks(self, pair: _Pair, piece: bytes) -> bool:
+        """Whether `piece` completes the marker of a command whose reply is to be lost."""
+        if not self._to_lose:
+            return False
+        seen, pair.seen = pair.seen + piece, (pair.seen + piece)[-len(self._marker) :]
+        if self._marker not in seen:
+            return False
+        with self._lock:
+            self._to_lose -= self._to_lose > 0
+        return True
 
 
 def _shut(end: socket.socket) -> None:

@@ -1,0 +1,106 @@
+"""The proxy does what it says: each fault as a client of a real server sees it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tests.proxy import Faults, Proxy
+
+Gone = (RedisConnectionError, ConnectionError)
+BULK = b"x" * (4 << 20)
+
+
+@pytest.fixture
+def hop(server_url: str, redis_client: Redis) -> Iterator[Proxy]:
+    with Proxy(urlsplit(server_url).port or 0) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def client(hop: Proxy) -> Iterator[Redis]:
+    with Redis.from_url(hop.url, retry=None, socket_timeout=1) as opened:
+        yield opened
+
+
+def test_it_passes_everything_on(client: Redis) -> None:
+    client.set("bulk", BULK)
+    assert client.get("bulk") == BULK
+
+
+def test_a_cut_refuses_until_it_is_mended(hop: Proxy, client: Redis) -> None:
+    client.ping()
+    hop.cut()
+    for _ in range(3):
+        with pytest.raises(Gone):
+            client.ping()
+    assert hop.refused >= 2
+    hop.mend()
+    assert client.ping()
+
+
+def test_a_lost_reply_is_of_a_command_that_ran_once(hop: Proxy, client: Redis, redis_client: Redis) -> None:
+    hop.lose(b"INCR", times=2)
+    for _ in range(2):
+        with pytest.raises(Gone):
+            client.incr("n")
+    assert client.incr("n") == 3
+    assert hop.lost == 2
+
+
+def test_a_lost_reply_of_a_pipeline_lets_all_of_it_run(
+    hop: Proxy, client: Redis, redis_client: Redis
+) -> None:
+    hop.lose(b"INCR")
+    with pytest.raises(Gone), client.pipeline(transaction=False) as pipe:
+        pipe.set("a", BULK).incr("n").execute()
+    while not redis_client.exists("n"):
+        time.sleep(0.01)
+    assert (redis_client.get("n"), redis_client.get("a") == BULK) == (b"1", True)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_bulk_cut_in_the_middle_is_not_there_at_all(
+    hop: Proxy, client: Redis, redis_client: Redis, way: str
+) -> None:
+    if way == "down":
+        redis_client.set("bulk", BULK)
+    hop.apply(Faults(limit_bytes=1 << 20, limit=way))  # type: ignore[arg-type]
+    with pytest.raises(Gone):
+        client.set("bulk", BULK) if way == "up" else client.get("bulk")
+    assert hop.resets == 1
+    assert redis_client.get("bulk") == (BULK if way == "down" else None)
+
+
+def test_a_reset_is_seen_as_one(hop: Proxy, client: Redis) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(hop.url).port or 0)) as raw:
+        raw.sendall(b"PING\r\n")
+        assert raw.recv(64) == b"+PONG\r\n"
+        hop.reset()
+        with pytest.raises(ConnectionResetError):
+            raw.recv(64)
+    assert (hop.resets, client.ping()) == (1, True)
+
+
+def test_a_black_hole_delays_and_loses_nothing(hop: Proxy, client: Redis, redis_client: Redis) -> None:
+    client.ping()
+    hop.apply(Faults(black_hole=True))
+    with pytest.raises(RedisTimeoutError):
+        client.incr("n")
+    assert redis_client.get("n") is None
+    hop.mend()
+    while redis_client.get("n") != b"1":  # what was sent arrives, though nobody waits for it any more
+        time.sleep(0.01)
+
+
+def test_latency_bandwidth_and_slices_change_nothing_but_time(hop: Proxy, client: Redis) -> None:
+    hop.apply(Faults(latency_s=0.001, bytes_per_s=20e6, piece_bytes=1500, slow_close_s=0.05))
+    client.set("bulk", BULK[: 1 << 18])
+    assert client.get("bulk") == BULK[: 1 << 18]
