@@ -55,9 +55,7 @@ def test_a_lost_reply_is_of_a_command_that_ran_once(hop: Proxy, client: Redis, r
     assert hop.lost == 2
 
 
-def test_a_lost_reply_of_a_pipeline_lets_all_of_it_run(
-    hop: Proxy, client: Redis, redis_client: Redis
-) -> None:
+def test_a_lost_reply_of_a_pipeline_lets_all_of_it_run(hop: Proxy, client: Redis, redis_client: Redis) -> None:
     hop.lose(b"INCR")
     with pytest.raises(Gone), client.pipeline(transaction=False) as pipe:
         pipe.set("a", BULK).incr("n").execute()
@@ -67,9 +65,7 @@ def test_a_lost_reply_of_a_pipeline_lets_all_of_it_run(
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_bulk_cut_in_the_middle_is_not_there_at_all(
-    hop: Proxy, client: Redis, redis_client: Redis, way: str
-) -> None:
+def test_a_bulk_cut_in_the_middle_is_not_there_at_all(hop: Proxy, client: Redis, redis_client: Redis, way: str) -> None:
     if way == "down":
         redis_client.set("bulk", BULK)
     hop.apply(Faults(limit_bytes=1 << 20, limit=way))  # type: ignore[arg-type]

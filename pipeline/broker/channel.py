@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -19,12 +20,13 @@ from redis.exceptions import RedisError
 
 from pipeline import logprob
 from pipeline.broker import keys
-from pipeline.errors import BrokerError, CrossfillError
+from pipeline.errors import BrokerError, CrossfillError, PeerError
 from pipeline.logprob import TokenLogprob
 
 _HEAL_S = 0.5  # silence after which a reader looks into the log by itself
 _RECONNECT_S = 0.2
-_CONFIRM_S = 5.0
+_CONFIRM_S = 2.0  # a submit is refused after this when the broker is silent
+_PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
 _GONE = 2  # looks in a row that find neither tokens nor the record
 
 
@@ -82,7 +84,18 @@ class TokenEntry:
 
 
 def decode(text: bytes | str) -> TokenEntry:
-    raw = json.loads(text)
+    """Raises PeerError when `text` is not an entry: whoever may write to the broker could have put anything there."""
+    try:
+        entry = _entry(json.loads(text))
+        numbers = (entry.seq, entry.sample, *entry.token_ids)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("its numbers are none")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise PeerError(f"an entry of the token log is not readable: {type(error).__name__}: {error}") from None
+    return entry
+
+
+def _entry(raw: dict[str, Any]) -> TokenEntry:
     error, logprobs = raw.get("error"), raw.get("logprobs")
     return TokenEntry(
         seq=raw["seq"],
@@ -173,7 +186,8 @@ class TokenHub:
             self._subscribed[channel].set()
         elif kind == "message" and channel in self._inboxes:
             index, _, entry = data.partition(b" ")
-            self._inboxes[channel].put_nowait((int(index), entry))
+            if index.isdigit():  # nobody else's message may end the reading of all
+                self._inboxes[channel].put_nowait((int(index), entry))
 
 
 class TokenReader:
@@ -184,6 +198,7 @@ class TokenReader:
         self._id = handoff_id
         self._next = 0
         self._missing = 0
+        self._away_s = math.inf  # since when the broker has not answered
 
     async def __aenter__(self) -> Self:
         self._inbox = await self._hub.open(self._id)
@@ -211,12 +226,23 @@ class TokenReader:
             return await self._heal()
         if index < self._next:
             return []
-        return [entry] if index == self._next else await self._hub.log(self._id, self._next)
+        return [entry] if index == self._next else await self._heal()
 
     async def _heal(self) -> list[bytes]:
-        """Nothing was published for a while: read the log. A handoff gone from the ledger will say nothing more."""
-        entries = await self._hub.log(self._id, self._next)
-        self._missing = 0 if entries or await self._hub.known(self._id) else self._missing + 1
+        """A gap, or silence for a while: read the log. A handoff gone from the ledger will say nothing more.
+
+        A broker that is away is waited for a moment: a reset connection, or a failover, is not the end of an answer.
+        """
+        began_s = asyncio.get_running_loop().time()
+        try:
+            entries = await self._hub.log(self._id, self._next)
+            self._missing = 0 if entries or await self._hub.known(self._id) else self._missing + 1
+        except BrokerError:
+            self._away_s = min(self._away_s, began_s)
+            if asyncio.get_running_loop().time() - self._away_s >= _PATIENCE_S:
+                raise
+            return []
+        self._away_s = math.inf
         if self._missing >= _GONE:
             raise BrokerError("the broker has lost this request: it was restarted or emptied")
         return entries

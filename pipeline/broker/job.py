@@ -7,10 +7,11 @@ serializer is pickle, by which whoever may write to the broker runs code in ever
 from __future__ import annotations
 
 import logging
+import zlib
 from typing import NamedTuple
 
 from redis import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 from rq import Queue
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
@@ -22,6 +23,8 @@ from pipeline.errors import PeerError
 _log = logging.getLogger(__name__)
 PREFILL_JOB = "pipeline.workers.prefill.run"
 DECODE_JOB = "pipeline.workers.decode.run"
+DATA_BYTES = 4096  # of a job's payload, unpacked
+_EXECUTABLE = ("success_callback", "failure_callback", "stopped_callback", "webhooks")
 JOBS = {PREFILL_JOB: "prefill", DECODE_JOB: "decode"}
 
 
@@ -45,9 +48,10 @@ class HandoffJob(Job):
     """
 
     def restore(self, raw_data: dict[bytes, bytes]) -> None:
-        super().restore(raw_data)
-        self._success_callback_name = self._failure_callback_name = self._stopped_callback_name = None
-        self.webhooks = []
+        """Raises whatever RQ's parser falls over, ValueError for a payload that is too large."""
+        kept = {name: value for name, value in raw_data.items() if not text(name).startswith(_EXECUTABLE)}
+        _require_small(kept.get(b"data", b""))
+        super().restore(kept)
         self.retries_left = self.repeats_left = self.rate_limit_key = None
         self._dependency_ids = []
 
@@ -73,13 +77,31 @@ def fetch(client: Redis, queue: Queue, job_id: str) -> HandoffJob | None:
     except NoSuchJobError:
         client.lrem(queue.intermediate_queue_key, 1, job_id)
         return None
-    except (TypeError, ValueError, AttributeError, LookupError, ResponseError) as error:
-        _log.error("job %s is not readable and removed: %s: %s", job_id, type(error).__name__, error)
-        client.unlink(Job.key_for(job_id))
-        client.lrem(queue.intermediate_queue_key, 1, job_id)
+    except Exception as error:  # an assertion, an overflow: RQ's parser trusts what it reads
+        if isinstance(error, RedisError) and not isinstance(error, ResponseError):
+            raise
+        remove(client, queue, job_id, error)
         return None
     job.origin = queue.name  # where it really came from: all further bookkeeping goes by it
     return job
+
+
+def remove(client: Redis, queue: Queue, job_id: str, why: Exception) -> None:
+    """Away with a job that was handed out and that nobody can run: put back, it would be the next one for ever."""
+    _log.error("job %s cannot be run and is removed: %s: %s", job_id, type(why).__name__, why)
+    client.unlink(Job.key_for(job_id))
+    client.lrem(queue.intermediate_queue_key, 1, job_id)
+
+
+def _require_small(data: bytes) -> None:
+    """RQ inflates a payload whatever its size: 1 MB of zlib can be 1 GB. Raises ValueError above DATA_BYTES."""
+    unpacker = zlib.decompressobj()
+    try:
+        size = len(unpacker.decompress(data, DATA_BYTES + 1))
+    except zlib.error:  # not packed
+        size = len(data)
+    if size > DATA_BYTES:
+        raise ValueError(f"a payload of more than {DATA_BYTES} bytes; ours is a function's name and a handoff id")
 
 
 def text(value: object) -> str:

@@ -31,7 +31,18 @@ from rq.worker import BaseWorker, WorkerStatus
 from rq.worker_registration import clean_worker_registry, register
 
 from pipeline.broker.connect import translate
-from pipeline.broker.job import DECODE_JOB, JOBS, PREFILL_JOB, HandoffJob, JobSpec, NoPenalty, fetch, open_queue, text
+from pipeline.broker.job import (
+    DECODE_JOB,
+    JOBS,
+    PREFILL_JOB,
+    HandoffJob,
+    JobSpec,
+    NoPenalty,
+    fetch,
+    open_queue,
+    remove,
+    text,
+)
 from pipeline.broker.retention import requeue_front, tidy
 from pipeline.errors import HandoffCancelledError, PeerError
 from pipeline.settings import BrokerSettings
@@ -205,12 +216,22 @@ class ConcurrentWorker(BaseWorker):
         begun = False
         try:
             if not self._reluctant and (job := fetch(self.connection, queue, text(job_id))):
-                self._begin(job)
-                begun = True
+                begun = self._begin_or_remove(job)
             return begun
         finally:
             if not begun:  # stopping, paused, or the broker is full; a job that `fetch` removed is not there to return
                 requeue_front(self.connection, queue.name, text(job_id))
+
+    def _begin_or_remove(self, job: HandoffJob) -> bool:
+        """RQ's bookkeeping trusts a job's fields: what it falls over would be put back and taken for ever."""
+        try:
+            self._begin(job)
+        except RedisError:
+            raise
+        except Exception as error:
+            remove(self.connection, self.queues[0], job.id, error)
+            return False
+        return True
 
     def _begin(self, job: HandoffJob) -> None:
         """Mark the job as started and give it to a thread. What cannot be marked is not begun."""

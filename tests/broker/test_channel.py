@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
@@ -13,8 +14,10 @@ from redis.asyncio import Redis as AsyncRedis
 
 from pipeline.broker import keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry, TokenHub, TokenReader, decode
-from pipeline.errors import BrokerError
+from pipeline.broker.connect import connect_async
+from pipeline.errors import BrokerError, PeerError
 from pipeline.logprob import TokenLogprob
+from tests.proxy import Proxy
 
 ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
 
@@ -163,3 +166,74 @@ def test_a_handoff_the_broker_has_lost_is_an_error_not_silence(redis_client: Red
 
     with pytest.raises(BrokerError, match="lost this request"):
         asyncio.run(_read(server_url, handoff_id, write))
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[TokenHub]:
+    async with connect_async(url) as client:
+        hub = TokenHub(client)
+        await hub.start()
+        try:
+            yield hub
+        finally:
+            await hub.close()
+
+
+async def _rest(reader: TokenReader) -> list[TokenEntry]:
+    return [entry async for entry in reader]
+
+
+def test_garbage_on_the_channel_disturbs_nobody(redis_client: Redis, server_url: str) -> None:
+    """A message that is none ended the one task that reads for all of an API process."""
+
+    async def story() -> list[list[TokenEntry]]:
+        async with _opened(server_url) as hub, TokenReader(hub, "h1") as one, TokenReader(hub, "h2") as two:
+            for message in (b"", b"x", b"-1 {}", b"\xff\xfe {}", b"9" * 30 + b" {}", b"7"):
+                redis_client.publish(keys.HandoffKeys("h1").notify, message)
+            for handoff_id in ("h1", "h2"):
+                for entry in ENTRIES:
+                    _append(redis_client, handoff_id, entry)
+            return [await _rest(one), await _rest(two)]
+
+    assert asyncio.run(story()) == [ENTRIES, ENTRIES]
+
+
+NO_ENTRIES = ["", "null", "[]", "{", '{"seq":0}', '{"seq":"0","token_ids":[]}', '{"seq":0,"token_ids":["a"]}']
+
+
+@pytest.mark.parametrize(
+    "text", [*NO_ENTRIES, '{"seq":0,"token_ids":[-1]}', '{"seq":0,"token_ids":[true]}', "[" * 9999]
+)
+def test_an_entry_that_is_none_is_the_writers_fault(text: str) -> None:
+    with pytest.raises(PeerError, match="token log is not readable"):
+        decode(text)
+
+
+def test_a_broker_that_is_away_for_a_moment_costs_a_moment(redis_client: Redis, server_url: str) -> None:
+    """The reader's connections are cut and refused; the tokens of that time are read when they are back."""
+
+    async def story(hop: Proxy) -> list[TokenEntry]:
+        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+            rest = asyncio.ensure_future(_rest(reader))
+            _append(redis_client, "h1", ENTRIES[0])
+            hop.cut()
+            for entry in ENTRIES[1:]:
+                _append(redis_client, "h1", entry)
+            while hop.refused < 2:
+                await asyncio.sleep(0.01)
+            hop.mend()
+            return await rest
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == ENTRIES
+
+
+def test_a_broker_that_stays_away_is_an_error(redis_client: Redis, server_url: str) -> None:
+    async def story(hop: Proxy) -> None:
+        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+            hop.cut()
+            with pytest.raises(BrokerError, match="cannot read the token log"):
+                await _rest(reader)
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        asyncio.run(story(hop))

@@ -8,6 +8,7 @@ import pickle
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -353,14 +354,16 @@ def test_callbacks_and_retries_of_a_planted_job_are_ignored(
 
 
 def test_a_record_that_rq_cannot_read_is_removed(client: Redis, desk: Desk, worker: ConcurrentWorker) -> None:
-    broken = [_plant(client, status="???"), _plant(client, result_ttl="x")]
+    bomb = zlib.compress(bytes(64 << 20), 9)  # 64 KB that RQ would inflate to 64 MB
+    broken = [_plant(client, status="???"), _plant(client, result_ttl="x"), _plant(client, timeout="{}")]
+    broken += [_plant(client, failure_ttl="1" * 5000), _plant(client, data=bomb), _plant(client, timeout="1e999")]
     client.set(Job.key_for("text"), "not a hash")
     client.rpush(open_queue(client, NAME).key, "text", "never-existed")
     (after,) = _put(client, "after")
     desk.gate.set()
     with _working(worker, desk):
         _wait(lambda: _status(client, after) == JobStatus.FINISHED, "the next job finished")
-    assert [client.exists(Job.key_for(i)) for i in (*broken, "text")] == [0, 0, 0]
+    assert [client.exists(Job.key_for(i)) for i in (*broken, "text")] == [0] * 7
     assert client.exists(open_queue(client, NAME).intermediate_queue_key) == 0
 
 
