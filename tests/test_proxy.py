@@ -57,8 +57,11 @@ def test_a_lost_reply_is_of_a_command_that_ran_once(hop: Proxy, client: Redis, r
 
 def test_a_lost_reply_of_a_pipeline_lets_all_of_it_run(hop: Proxy, client: Redis, redis_client: Redis) -> None:
     hop.lose(b"INCR")
-    with pytest.raises(Gone), client.pipeline(transaction=False) as pipe:
-        pipe.set("a", BULK).incr("n").execute()
+    with client.pipeline(transaction=False) as pipe:
+        pipe.set("a", BULK)
+        pipe.incr("n")
+        with pytest.raises(Gone):
+            pipe.execute()
     while not redis_client.exists("n"):
         time.sleep(0.01)
     assert (redis_client.get("n"), redis_client.get("a") == BULK) == (b"1", True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import frame as frames_module
 from pipeline.frame import FrameReader
+from pipeline.header import require
 from tests.fuzz import records
 from tests.fuzz.__main__ import frames
 from tests.fuzz.frames import Broken, Feeder, transfer
@@ -41,11 +42,10 @@ def test_the_judge_notices_when_a_check_is_missing(monkeypatch: pytest.MonkeyPat
     if check == "fault":  # NaN, Inf, dirty padding
         monkeypatch.setattr(frames_module, "_fault", lambda page: None)
     elif check == "digest":
-        honest = frames_module.require
         monkeypatch.setattr(
             frames_module,
             "require",
-            lambda right, what, *args: honest(right or what == "digest of payload", what, *args),
+            lambda right, what, *args: require(right or what == "digest of payload", what, *args),
         )
     elif check == "place":
         monkeypatch.setattr(FrameReader, "_require_place", lambda self, header: None)
