@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -18,12 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pipeline.api import errors
-from pipeline.api.relay import Choice, Event, Relay
-from pipeline.api.served import Served
+from pipeline.api.errors import Problem
+from pipeline.api.output import Told
+from pipeline.api.relay import Event, Relay
 from pipeline.errors import CrossfillError, HandoffCancelledError
 
 T = TypeVar("T")
 JSON = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
 
@@ -38,53 +40,45 @@ class Pace(NamedTuple):
     keep_alive_s: float = 10.0
 
 
-class Shape(Protocol):
-    """What differs between chat and text completions: the objects of the OpenAI schema."""
+class Teller(Protocol):
+    """What differs between the endpoints: the objects of their schema. It may remember what it has told."""
 
-    def head(self, *, stream: bool) -> JSON:
-        """Everything around `choices`."""
+    @property
+    def named(self) -> bool:
+        """Whether a frame of the stream has its object's `type` as its event name."""
         ...
 
-    def opening(self, index: int) -> JSON | None:
-        """The first choice object of a stream, if there is one before any text."""
+    @property
+    def trailer(self) -> bytes:
+        """What follows the last frame."""
         ...
 
-    def piece(self, index: int, text: str) -> JSON: ...
-
-    def closing(self, index: int, finish: str) -> JSON: ...
-
-    def whole(self, index: int, text: str, finish: str) -> JSON:
-        """The choice object of a non-stream answer."""
+    def opening(self, relay: Relay) -> list[JSON]:
+        """The first objects of a stream, before any text."""
         ...
 
+    def told(self, event: Event, relay: Relay) -> list[JSON]: ...
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What the objects of one answer have in common around `choices`."""
+    def ending(self, relay: Relay) -> list[JSON]:
+        """The last objects of a stream, after every choice's finish."""
+        ...
 
-    answer_id: str
-    created: int
-    served: Served
+    def failed(self, problem: Problem) -> JSON:
+        """The object that tells a failure after the 200."""
+        ...
 
-    def of(self, kind: str) -> JSON:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+    def whole(self, events: Sequence[Event], relay: Relay) -> JSON:
+        """The non-stream answer; one event a choice, with all its text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
     """How one answer is told."""
 
-    shape: Shape
+    teller: Teller
     pace: Pace
     stream: bool = False
-    usage: bool = False  # one more chunk, with the usage and no choices
-    running_usage: bool = False  # and the usage so far on every chunk
     traced: bool = False
 
 
@@ -95,6 +89,7 @@ class Answer(Response):
         super().__init__()
         self._relay = relay
         self._telling = telling
+        self._teller = telling.teller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tell = self._send_stream(send) if self._telling.stream else self._send_json(scope, receive, send)
@@ -107,17 +102,11 @@ class Answer(Response):
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._relay.open()
-        texts = [""] * len(self._relay.choices)
+        events: list[Event] = []
         while not self._relay.done:
-            event = await self._relay.next()
-            assert event is not None  # there was no timeout
-            texts[event.at] += event.text
-        await JSONResponse(self._body(texts))(scope, receive, send)
-
-    def _body(self, texts: list[str]) -> JSON:
-        shape, choices = self._telling.shape, self._relay.choices
-        told = [shape.whole(i, texts[i], choice.finish or "") for i, choice in enumerate(choices)]
-        return {**shape.head(stream=False), "choices": told, "usage": usage(choices), **self._trace()}
+            events += await self._relay.next()
+        whole = self._teller.whole(_gathered(events, self._relay.finishes), self._relay)
+        await JSONResponse(whole | self._trace())(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
         await self._relay.open()
@@ -128,55 +117,41 @@ class Answer(Response):
         except Exception as error:
             if not isinstance(error, CrossfillError):
                 _log.exception("a stream broke")
-            await send(_data(errors.problem(error).body))
-        await send(_part(b"data: [DONE]\n\n", more=False))
+            await send(_part(self._frames([self._teller.failed(errors.problem(error))])))
+        await send(_part(self._teller.trailer, more=False))
 
-    async def _send_events(self, event: Event | None, send: Send) -> None:
-        for index in range(len(self._relay.choices)):
-            if opening := self._telling.shape.opening(index):
-                await send(self._chunk([opening]))
+    async def _send_events(self, events: list[Event], send: Send) -> None:
+        """What came at once leaves at once: one write for all of it."""
+        found = self._teller.opening(self._relay)
         while True:
-            for message in self._told(event):
-                await send(message)
+            for event in events:
+                found += self._teller.told(event, self._relay)
             if self._relay.done:
                 break
-            event = await self._relay.next(self._telling.pace.keep_alive_s)
-        if self._telling.usage:
-            await send(self._chunk([], last=True))
+            await send(_part(self._frames(found) if found or events else b": keep-alive\n\n"))
+            events, found = await self._relay.next(self._telling.pace.keep_alive_s), []
+        found += self._teller.ending(self._relay)
+        found[-1] |= self._trace()
+        await send(_part(self._frames(found)))
 
-    def _told(self, event: Event | None) -> list[Message]:
-        if event is None:
-            return [_part(b": keep-alive\n\n")]
-        shape = self._telling.shape
-        told = [self._chunk([shape.piece(event.at, event.text)])] if event.text else []
-        if event.finish:
-            last = self._relay.done and not self._telling.usage
-            told.append(self._chunk([shape.closing(event.at, event.finish)], last=last))
-        return told
-
-    def _chunk(self, choices: list[JSON], *, last: bool = False) -> Message:
-        chunk = {**self._telling.shape.head(stream=True), "choices": choices}
-        if self._telling.usage:
-            chunk["usage"] = usage(self._relay.choices) if self._telling.running_usage or not choices else None
-        return _data(chunk | self._trace() if last else chunk)
+    def _frames(self, found: Sequence[JSON]) -> bytes:
+        return b"".join(_frame(each, each["type"] if self._teller.named else None) for each in found)
 
     def _trace(self) -> JSON:
         if not self._telling.traced:
             return {}
-        traces = [choice.trace for choice in self._relay.choices]
-        return {"crossfill": traces[0] if len(traces) == 1 else {"choices": traces}}
+        traces = [prompt.trace for prompt in self._relay.prompts]
+        return {"crossfill": traces[0] if len(traces) == 1 else {"prompts": traces}}
 
 
-def usage(choices: tuple[Choice, ...]) -> JSON:
-    """Token counts over all choices; `cached_tokens` are those whose KV the decode engine already held."""
-    prompt = sum(choice.prompt_tokens for choice in choices)
-    completion = sum(choice.output.tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in choices)},
-    }
+def _gathered(events: Sequence[Event], finishes: Sequence[str]) -> list[Event]:
+    """One event a choice: its texts and tokens put together."""
+    texts: list[list[str]] = [[] for _ in finishes]
+    tokens: list[list[Told]] = [[] for _ in finishes]
+    for event in events:
+        texts[event.at].append(event.text)
+        tokens[event.at] += event.tokens
+    return [Event(at, "".join(texts[at]), finish, tuple(tokens[at])) for at, finish in enumerate(finishes)]
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -202,8 +177,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _data(found: JSON) -> Message:
-    return _part(b"data: " + json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n")
+def _frame(found: JSON, name: str | None) -> bytes:
+    line = b"data: " + json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"event: {name}\n".encode() + line if name else line
 
 
 def _part(payload: bytes, *, more: bool = True) -> Message:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 from fastapi import Request
 
 from pipeline import routing
-from pipeline.api import body, plan, schemas
-from pipeline.api.answer import JSON, Answer, Head
+from pipeline.api import body, logprobs, plan, schemas, tool
+from pipeline.api.answer import JSON, Answer
+from pipeline.api.chunk import Chunks, Counting, Head
+from pipeline.api.delta import CallArguments, CallBegin, Content, Delta, Reader, Reasoning, ThinkReader, merge
 from pipeline.api.edge import Edge
-from pipeline.api.relay import Choice, Relay
+from pipeline.api.output import Told
+from pipeline.api.plan import Form
+from pipeline.api.relay import Event, Prompt, Relay
 from pipeline.api.schemas import ChatAsk, ChatMessage, Part, ToolCall
 from pipeline.api.served import Served
+from pipeline.api.text import Text
+from pipeline.api.tool import Toolbox
 from pipeline.errors import InvalidParameterError
 
+_THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
@@ -27,24 +33,46 @@ async def create(edge: Edge, http: Request) -> Answer:
     """Everything that can be refused is refused here, before a job exists."""
     ask = schemas.read(ChatAsk, await body.read_object(http, edge.settings.max_body_bytes))
     served = edge.models.find(ask.model)
-    _require_few(ask, edge.settings.max_messages)
     wish = routing.parse(http.headers.get(routing.HEADER))
-    choice = await to_thread.run_sync(_choice, edge, served, ask, plan.salt(http, ask))
-    assert choice.request is not None
-    shape = ChatShape(f"chatcmpl-{choice.request.handoff_id}", edge.now(), served)
-    telling = plan.telling(http, ask, shape, edge.pace)
-    return Answer(Relay(edge.backend, served, [choice], wish, traced=telling.traced), telling)
+    made = await to_thread.run_sync(make, edge, served, ask, plan.salt(http, ask))
+    assert made.prompt.request is not None
+    head = Head(f"chatcmpl-{made.prompt.request.handoff_id}", edge.now(), served)
+    teller = ChatTeller(head, plan.counting(ask), made.readers, scored=bool(ask.logprobs))
+    telling = plan.telling(http, ask, teller, edge.pace)
+    return Answer(Relay(edge.backend, served, [made.prompt], wish, traced=telling.traced), telling)
+
+
+class Made(NamedTuple):
+    """A chat ready to be submitted, and who reads the texts of its choices."""
+
+    prompt: Prompt
+    readers: list[Reader]
+
+
+def make(edge: Edge, served: Served, ask: ChatAsk, salt: str) -> Made:
+    """Rendering and tokenising a long prompt takes a while: this runs beside the event loop."""
+    _require_few(ask, edge.settings.max_messages)
+    toolbox = Toolbox.of(ask)
+    text = render(ask, served, toolbox)
+    token_ids = served.text.encode(text, add_special_tokens=bool(ask.add_special_tokens))
+    form = Form(toolbox.grammar, "tools") if toolbox.grammar else None
+    prompt = plan.prompt(ask, served, token_ids, _max_tokens(ask, edge), salt=salt, param="messages", form=form)
+    assert prompt.request is not None
+    forced = prompt.request.sampling.grammar is not None
+    return Made(prompt, [_reader(served.text, toolbox, text, forced=forced) for _ in prompt.outputs])
+
+
+def _reader(text: Text, toolbox: Toolbox, prompt: str, *, forced: bool) -> Reader:
+    """A text that a grammar forces holds no thoughts."""
+    inner = toolbox.reader(text)
+    if forced or _THOUGHT_ENDS not in text.template:
+        return inner
+    return ThinkReader(inner, thinking=prompt.rfind(_THOUGHT) > prompt.rfind(_THOUGHT_ENDS))
 
 
 def _require_few(ask: ChatAsk, limit: int) -> None:
     if len(ask.messages) > limit:
         raise InvalidParameterError("messages", f"`messages` may hold at most {limit} messages.")
-
-
-def _choice(edge: Edge, served: Served, ask: ChatAsk, salt: str) -> Choice:
-    """Rendering and tokenising a long prompt takes a while: this runs beside the event loop."""
-    token_ids = prompt(ask, served)
-    return plan.choice(ask, served, token_ids, _max_tokens(ask, edge), salt=salt, param="messages")
 
 
 def _max_tokens(ask: ChatAsk, edge: Edge) -> int:
@@ -56,15 +84,23 @@ def _max_tokens(ask: ChatAsk, edge: Edge) -> int:
 
 
 def prompt(ask: ChatAsk, served: Served) -> list[int]:
-    """Token ids of the rendered chat. The template writes the special tokens, the tokeniser adds none."""
+    """Token ids of the rendered chat."""
+    text = render(ask, served, Toolbox.of(ask))
+    return served.text.encode(text, add_special_tokens=bool(ask.add_special_tokens))
+
+
+def render(ask: ChatAsk, served: Served, toolbox: Toolbox) -> str:
+    """The prompt's text. The template writes the special tokens, the tokeniser adds none."""
     go_on = bool(ask.continue_final_message)
-    text = served.text.render(
-        plain(ask.messages),
+    forced = toolbox.grammar or (ask.response_format and ask.response_format.grammar)
+    options = ({"enable_thinking": False} if forced else {}) | ask.template_options
+    return served.text.render(
+        tool.told(plain(ask.messages), toolbox, served.text),
+        tools=toolbox.shown or None,
         add_generation_prompt=not go_on if ask.add_generation_prompt is None else ask.add_generation_prompt,
         continue_final_message=go_on,
-        options=ask.chat_template_kwargs,
+        options=options,
     )
-    return served.text.encode(text, add_special_tokens=bool(ask.add_special_tokens))
 
 
 def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -116,26 +152,87 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ChatShape(Head):
-    """`chat.completion` and its chunks: the role once, first; text; an empty delta with the finish."""
+class ChatTeller(Chunks):
+    """`chat.completion` and its chunks: the role once, first; deltas; an empty delta with the finish."""
 
-    def head(self, *, stream: bool) -> JSON:
-        return self.of("chat.completion.chunk" if stream else "chat.completion")
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> JSON:
-        return _delta(index, {"role": "assistant", "content": ""})
+    def __init__(self, head: Head, counting: Counting, readers: Sequence[Reader], *, scored: bool) -> None:
+        super().__init__(head, counting)
+        self._readers = readers
+        self._scored = scored
+        self._called = [False] * len(readers)
+        self._waiting: list[tuple[Told, ...]] = [()] * len(readers)  # tokens of text that a reader holds back
 
-    def piece(self, index: int, text: str) -> JSON:
-        return _delta(index, {"content": text})
+    def first_choices(self, count: int) -> list[JSON]:
+        return [self._choice(index, {"role": "assistant", "content": ""}) for index in range(count)]
 
-    def closing(self, index: int, finish: str) -> JSON:
-        return _delta(index, {}, finish)
+    def choices(self, event: Event) -> list[JSON]:
+        at = event.at
+        self._waiting[at] += event.tokens
+        deltas = self._read(event)
+        told = [self._choice(at, _delta(delta), self._scores(at)) for delta in deltas]
+        if event.finish:
+            told.append(self._choice(at, {}, self._scores(at), self._finish(event)))
+        return told
 
-    def whole(self, index: int, text: str, finish: str) -> JSON:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+    def whole_choice(self, event: Event) -> JSON:
+        deltas = merge(self._read(event))
+        scores = logprobs.chat(event.tokens, self.text) if self._scored else None
+        return {
+            "index": event.at,
+            "message": _message(deltas),
+            "logprobs": scores,
+            "finish_reason": self._finish(event),
+        }
+
+    def _read(self, event: Event) -> list[Delta]:
+        reader = self._readers[event.at]
+        deltas = reader.feed(event.text)
+        if event.finish:
+            deltas = [*deltas, *reader.end()]
+        if not self._called[event.at]:
+            self._called[event.at] = any(isinstance(delta, CallBegin) for delta in deltas)
+        return deltas
+
+    def _finish(self, event: Event) -> str | None:
+        """The model stopped to have its calls answered; one that was cut off is not to be answered."""
+        return "tool_calls" if event.finish == "stop" and self._called[event.at] else event.finish
+
+    def _scores(self, at: int) -> JSON | None:
+        tokens, self._waiting[at] = self._waiting[at], ()
+        return logprobs.chat(tokens, self.text) if tokens else None
+
+    def _choice(self, index: int, delta: JSON, scores: JSON | None = None, finish: str | None = None) -> JSON:
+        return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
 
 
-def _delta(index: int, delta: JSON, finish: str | None = None) -> JSON:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+def _delta(delta: Delta) -> JSON:
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(deltas: Sequence[Delta]) -> JSON:
+    """`content` is null where there are calls and no text beside them."""
+    content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+    calls = [delta for delta in deltas if isinstance(delta, CallBegin)]
+    message: JSON = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_called(call, deltas) for call in calls]
+    return message
+
+
+def _called(call: CallBegin, deltas: Sequence[Delta]) -> JSON:
+    arguments = "".join(d.text for d in deltas if isinstance(d, CallArguments) and d.index == call.index)
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -9,11 +9,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from pipeline.api import body, chat, schemas
+from pipeline.api import body, chat, plan, schemas
 from pipeline.api.edge import Edge
 from pipeline.api.schemas import Ask, ChatAsk, TokenId
 from pipeline.api.served import Served
-from pipeline.errors import InvalidParameterError
 
 READ = ["GET", "HEAD"]
 
@@ -53,7 +52,7 @@ def routes(edge: Edge) -> APIRouter:
     async def detokenize(request: Request) -> JSONResponse:
         ask = schemas.read(TokensAsk, await body.read_object(request, edge.settings.max_body_bytes))
         served = edge.models.find(ask.model)
-        require_vocabulary(ask.tokens, served, "tokens")
+        plan.require_vocabulary(ask.tokens, served, "tokens")
         text = await to_thread.run_sync(lambda: served.text.decode(ask.tokens, skip_special_tokens=False))
         return JSONResponse({"prompt": text})
 
@@ -74,8 +73,3 @@ def _tokens(ask: Ask, served: Served) -> list[int]:
         return chat.prompt(ask, served)
     assert isinstance(ask, TextAsk)
     return served.text.encode(ask.prompt, add_special_tokens=ask.add_special_tokens is not False)
-
-
-def require_vocabulary(token_ids: list[int], served: Served, param: str) -> None:
-    if token_ids and max(token_ids) >= served.contract.vocab_size:
-        raise InvalidParameterError(param, f"Token ids of `{param}` must be below {served.contract.vocab_size}.")

@@ -1,4 +1,4 @@
-"""Relay: one client request, its handoffs (one per choice) and the text events that come back.
+"""Relay: one client request, its handoffs (one per prompt, for all its samples) and the text events that come back.
 
 Rules: (1) every handoff is read as fast as it comes, however slow the client is; the queue is bounded by
 `max_tokens`. (2) Closing before the end cancels what is still running.
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import anyio
 
 from pipeline.api.errors import Problem, ProblemError, sanitise
-from pipeline.api.output import Output
+from pipeline.api.output import Output, Piece, Told
 from pipeline.contract import Contract
-from pipeline.errors import BrokerError, CrossfillError
+from pipeline.errors import BrokerError, CrossfillError, InvalidParameterError, UnsupportedFeatureError
+from pipeline.logprob import TokenLogprob
 from pipeline.request import Request
 from pipeline.routing import Wish
 
@@ -40,7 +41,7 @@ class Failure(Protocol):
 
 
 class Entry(Protocol):
-    """Tokens of one step; the channel's `TokenEntry` is one. The last has `finish` or `error`."""
+    """Tokens of one step of one sample; the channel's `TokenEntry` is one."""
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
@@ -50,6 +51,14 @@ class Entry(Protocol):
     def error(self) -> Failure | None: ...
     @property
     def held_tokens(self) -> int | None: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None: ...
+    @property
+    def last(self) -> bool:
+        """Nothing of any sample follows."""
+        ...
 
 
 class Model(Protocol):
@@ -107,40 +116,47 @@ class Event(NamedTuple):
     at: int
     text: str
     finish: str | None = None
+    tokens: tuple[Told, ...] = ()
 
 
 @dataclass(slots=True)
-class Choice:
-    """One prompt and its answer so far. `request` None: nothing is asked of an engine (echo with no tokens)."""
+class Prompt:
+    """One prompt and its answers so far, one `Output` a sample.
+
+    `request` None: nothing is asked of an engine (echo with no tokens). `params`: which of the client's parameters
+    asked for a feature, where the two have different names.
+    """
 
     request: Request | None
-    output: Output
-    prompt_tokens: int
-    prefix: str = ""  # echoed prompt
+    outputs: tuple[Output, ...]
+    tokens: int
+    echo: str = ""
+    params: Mapping[str, str] = field(default_factory=dict)
     cached_tokens: int = 0
     trace: dict[str, Any] | None = None
     submission: Submission | None = field(default=None, repr=False)
-    ended: bool = False  # D has said its last word, or was told that a stop string ended it
+    ended: bool = False  # D has said its last word, or was told that stop strings ended every sample
 
     @property
-    def finish(self) -> str | None:
-        return "length" if self.request is None else self.output.finish
+    def finishes(self) -> list[str | None]:
+        return ["length" if self.request is None else output.finish for output in self.outputs]
 
 
 class Relay:
-    """`open`, `next` until `done`, `close`."""
+    """`open`, `next` until `done`, `close`. Choices are numbered over all samples of all prompts."""
 
     def __init__(
-        self, backend: Backend, model: Model, choices: Sequence[Choice], wish: Wish, *, traced: bool = False
+        self, backend: Backend, model: Model, prompts: Sequence[Prompt], wish: Wish, *, traced: bool = False
     ) -> None:
-        self.choices = tuple(choices)
+        self.prompts = tuple(prompts)
         self._model = model
         self._backend = backend
         self._wish = wish
         self._traced = traced
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._failure: Exception | None = None
         self._readers: list[asyncio.Task[None]] = []
-        self._left = len(self.choices)
+        self._left = sum(len(prompt.outputs) for prompt in self.prompts)
         self._closing = False
 
     @property
@@ -148,10 +164,17 @@ class Relay:
         """Every choice's last event was returned."""
         return self._left == 0
 
+    @property
+    def finishes(self) -> list[str]:
+        """Of every choice, in order; of those not finished an empty one."""
+        return [finish or "" for prompt in self.prompts for finish in prompt.finishes]
+
     async def open(self) -> None:
-        """Submit every choice. Raises what the backend refuses; `close` is owed even then."""
-        for index, choice in enumerate(self.choices):
-            await self._begin(index, choice)
+        """Submit every prompt. Raises what the backend refuses; `close` is owed even then."""
+        first = 0
+        for prompt in self.prompts:
+            await self._begin(first, prompt)
+            first += len(prompt.outputs)
 
     async def close(self) -> None:
         """Cancel what has not ended, forget what has. Not to be run by a task that a disconnect cancels."""
@@ -161,72 +184,108 @@ class Relay:
         with anyio.move_on_after(_CLOSE_S, shield=True):
             await asyncio.gather(*self._readers, return_exceptions=True)
         with anyio.move_on_after(_CLOSE_S, shield=True) as ending:
-            await asyncio.gather(*(self._end(choice) for choice in self.choices if choice.submission))
+            await asyncio.gather(*(self._end(prompt) for prompt in self.prompts if prompt.submission))
         if ending.cancelled_caught:
             _log.warning("handoffs left to their lease: the broker does not answer")
 
-    async def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next event of any choice; None after `timeout_s` of silence. Raises what ended a handoff."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                event = await self._events.get()
-        except TimeoutError:
-            return None
+    async def next(self, timeout_s: float | None = None) -> list[Event]:
+        """Every event that is there, of any choice; none after `timeout_s` of silence.
+
+        Raises what ended a handoff, once what came before it was returned.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not (found := self._ready()) and self._failure is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    found = [self._counted(await self._events.get())]
+            except TimeoutError:
+                return []
+        if not found:
+            assert self._failure is not None
+            raise self._failure
+        return found
+
+    def _ready(self) -> list[Event]:
+        found: list[Event] = []
+        while not self._events.empty():
+            event = self._events.get_nowait()
+            if isinstance(event, Exception):
+                self._failure = event
+                break
+            found.append(self._counted(event))
+        return found
+
+    def _counted(self, event: Event | Exception) -> Event:
         if isinstance(event, Exception):
             raise event
-        if event.finish:
-            self._left -= 1
+        self._left -= event.finish is not None
         return event
 
-    async def _begin(self, index: int, choice: Choice) -> None:
-        if choice.prefix or choice.request is None:
-            self._events.put_nowait(Event(index, choice.prefix, choice.finish))
-        if choice.request is not None:
-            choice.submission = await self._backend.submit(choice.request, self._wish, self._model)
-            self._readers.append(asyncio.create_task(self._read(index, choice, choice.submission)))
+    async def _begin(self, first: int, prompt: Prompt) -> None:
+        for index, finish in enumerate(prompt.finishes):
+            if prompt.echo or prompt.request is None:
+                self._events.put_nowait(Event(first + index, prompt.echo, finish))
+        if prompt.request is not None:
+            prompt.submission = await self._submit(prompt.request, prompt.params)
+            self._readers.append(asyncio.create_task(self._read(first, prompt, prompt.submission)))
 
-    async def _read(self, index: int, choice: Choice, submission: Submission) -> None:
+    async def _submit(self, request: Request, params: Mapping[str, str]) -> Submission:
+        """Raises what the backend does; a feature that no engine has is named as the client knows it."""
+        try:
+            return await self._backend.submit(request, self._wish, self._model)
+        except UnsupportedFeatureError as error:
+            param = params.get(error.feature, error.feature)
+            message = str(error).replace(f"`{error.feature}`", f"`{param}`")
+            raise InvalidParameterError(param, message, code=error.reason) from error
+
+    async def _read(self, first: int, prompt: Prompt, submission: Submission) -> None:
         try:
             async for entry in submission:
                 if self._closing:  # before Python 3.12 `asyncio.wait_for` swallows a cancel that meets its result
                     return
-                text = self._take(choice, entry)
-                if choice.output.finish:
-                    await self._finish(choice, entry, submission)
-                self._events.put_nowait(Event(index, text, choice.output.finish))
-                if choice.output.finish:
+                output = prompt.outputs[entry.sample]
+                if output.finish and not entry.error:  # a stop string ended this sample, D goes on for its siblings
+                    prompt.ended = entry.last
+                    continue
+                piece = self._take(prompt, output, entry)
+                over = all(each.finish for each in prompt.outputs)
+                if over:
+                    await self._finish(prompt, entry, submission)
+                self._events.put_nowait(Event(first + entry.sample, piece.text, output.finish, piece.tokens))
+                if over:
                     return
             raise BrokerError("the token channel closed before the answer had ended")
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _take(self, choice: Choice, entry: Entry) -> str:
+    def _take(self, prompt: Prompt, output: Output, entry: Entry) -> Piece:
         if entry.error is not None:
-            choice.ended = True
+            prompt.ended = True
             raise _failed(entry.error)
-        choice.ended = entry.finish is not None
-        choice.cached_tokens = entry.held_tokens or choice.cached_tokens
-        return choice.output.feed(entry.token_ids, entry.finish)
+        prompt.ended = entry.last
+        prompt.cached_tokens = entry.held_tokens or prompt.cached_tokens
+        return output.feed(entry.token_ids, entry.finish, entry.logprobs)
 
-    async def _finish(self, choice: Choice, entry: Entry, submission: Submission) -> None:
+    async def _finish(self, prompt: Prompt, entry: Entry, submission: Submission) -> None:
         try:
-            if entry.finish is None:  # ours: D does not know yet
-                await submission.stop(choice.output.tokens)
-                choice.ended = True
+            if not entry.last:  # ours: D does not know yet
+                await submission.stop(sum(output.tokens for output in prompt.outputs))
+                prompt.ended = True
             if self._traced or entry.held_tokens is None:
-                choice.trace = await submission.trace()
-                choice.cached_tokens = choice.cached_tokens or (choice.trace or {}).get("reused_tokens", 0)
+                prompt.trace = await submission.trace()
+                prompt.cached_tokens = prompt.cached_tokens or (prompt.trace or {}).get("reused_tokens", 0)
         except CrossfillError as error:  # the answer is complete all the same
             _log.warning("end of a handoff not settled: %s", error)
 
-    async def _end(self, choice: Choice) -> None:
-        assert choice.submission is not None
+    async def _end(self, prompt: Prompt) -> None:
+        assert prompt.submission is not None
         try:
             try:
-                if not choice.ended:
-                    await choice.submission.cancel("the client is gone or a sibling choice failed")
+                if not prompt.ended:
+                    await prompt.submission.cancel("the client is gone or a sibling prompt failed")
             finally:
-                await choice.submission.close()
+                await prompt.submission.close()
         except CrossfillError as error:
             _log.warning("handoff left to its lease: %s", error)
 

@@ -6,13 +6,15 @@ is Jinja with the few additions that chat templates rely on, in an immutable san
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,6 +30,8 @@ _CONTINUE = "\N{OBJECT REPLACEMENT CHARACTER}continue here\N{OBJECT REPLACEMENT 
 _CONTEXT_TOKENS = 6  # of the prompt: enough for a decoder that treats the first word specially
 _PENDING_TOKENS = 64  # a character is at most 4 byte tokens; a longer run is no character in the making
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece vocabularies write a space
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Text:
@@ -45,9 +49,15 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = _environment(clock).from_string(template) if template else None
+        self.template = template or ""
+        environment = _environment(clock)
+        self._template = environment.from_string(template) if template else None
+        self._variables = meta.find_undeclared_variables(environment.parse(self.template))
+        self._decoder = _decoder_kinds(tokenizer)
         self._special_tokens = dict(special_tokens or {})
-        self._special_ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = {i for i, token in added.items() if token.special}
 
     @classmethod
     def load(cls, directory: Path, *, clock: Clock = datetime.now) -> Text:
@@ -63,10 +73,15 @@ class Text:
         except TemplateError as error:
             raise ConfigError(f"the chat template of the model is not valid Jinja: {error}") from error
 
+    def reads(self, variable: str) -> bool:
+        """Whether the chat template looks at it, `tools` for example."""
+        return variable in self._variables
+
     def render(
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -79,7 +94,8 @@ class Text:
             raise InvalidParameterError("messages", "This model has no chat template: use /v1/completions.")
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_CONTINUE}"}]
-        variables = {**(options or {}), **self._special_tokens, "messages": messages, "tools": None, "documents": None}
+        variables = {**(options or {}), **self._special_tokens, "messages": messages}
+        variables |= {"tools": tools, "documents": None}
         try:
             text = self._template.render(variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program: whatever it raises, it refuses
@@ -93,6 +109,22 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a character; none for an id without a token.
+
+        Byte-level vocabularies write a byte as one character (GPT-2's table), byte fallback as `<0xE4>`.
+        """
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return str(token).encode()
+        if "ByteLevel" in self._decoder:
+            return b"".join(_BYTES.get(character) or character.encode() for character in token)
+        if "ByteFallback" in self._decoder and (match := _BYTE.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return str(token).replace(_SPACE, " ").encode()
 
     def silent(self, token_id: int) -> bool:
         """No text by rule: a special token, or an id of the padded vocabulary that the tokeniser does not know."""
@@ -125,8 +157,21 @@ class Detokeniser:
         return self._cut(text)
 
     def flush(self) -> str:
-        """The end: whatever is left, incomplete characters as U+FFFD."""
-        return self._cut(self._decode()) if self._fresh else ""
+        """The end: whatever is left but the first bytes of a character whose last ones never came."""
+        if not self._fresh:
+            return ""
+        window, tail = self._window, self._unfinished()
+        while tail and len(last := self._text.token_bytes(window[-1])) <= len(tail):
+            window, tail = window[:-1], tail[: len(tail) - len(last)]
+        text = self._text.decode(window, skip_special_tokens=self._skip)
+        return self._cut(text.removesuffix(_UNKNOWN) if tail else text)
+
+    def _unfinished(self) -> bytes:
+        """The bytes at the end that no character can be made of yet."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in self._window[-self._fresh :]:
+            decoder.decode(self._text.token_bytes(token_id))
+        return decoder.getstate()[0]
 
     def _cut(self, text: str) -> str:
         new = text[len(self._known) :]
@@ -138,6 +183,21 @@ class Detokeniser:
 
     def _decode(self) -> str:
         return self._text.decode(self._window, skip_special_tokens=self._skip)
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
+    """The names of the steps by which the tokeniser turns tokens into text."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    found = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(step["type"] for step in (found, *found.get("decoders", ())))
+
+
+def _byte_table() -> dict[str, bytes]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): bytes([b]) for b in plain} | {chr(256 + n): bytes([b]) for n, b in enumerate(others)}
 
 
 class _Generation(Extension):
@@ -185,3 +245,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+_BYTES = _byte_table()

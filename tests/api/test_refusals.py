@@ -67,6 +67,24 @@ async def refused(client: httpx.AsyncClient, path: str, body: Any, status: int =
         ({"cache_salt": "a" * 129}, "cache_salt"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"model": 5}, "model"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": True}, "n"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"1024": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"min_tokens": 40, "max_tokens": 30}, "min_tokens"),
+        ({"response_format": "text"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -109,49 +127,101 @@ async def test_content_that_is_no_text(client: httpx.AsyncClient, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "code"),
+    "fields",
     [
-        ({"n": 2}, "unsupported_value"),
-        ({"n": True}, "unsupported_value"),
-        ({"best_of": 2}, "unsupported_value"),
-        ({"presence_penalty": 0.5}, UNSUPPORTED),
-        ({"frequency_penalty": -1}, UNSUPPORTED),
-        ({"repetition_penalty": 1.1}, UNSUPPORTED),
-        ({"logit_bias": {"5": 1}}, UNSUPPORTED),
-        ({"min_p": 0.1}, UNSUPPORTED),
-        ({"logprobs": True}, UNSUPPORTED),
-        ({"logprobs": 0}, UNSUPPORTED),
-        ({"top_logprobs": 5}, UNSUPPORTED),
-        ({"tools": [{"type": "function"}]}, UNSUPPORTED),
-        ({"tool_choice": "auto"}, UNSUPPORTED),
-        ({"functions": [{}]}, UNSUPPORTED),
-        ({"parallel_tool_calls": True}, UNSUPPORTED),
-        ({"response_format": {"type": "json_object"}}, UNSUPPORTED),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, UNSUPPORTED),
-        ({"response_format": "text"}, UNSUPPORTED),
-        ({"guided_json": {}}, UNSUPPORTED),
-        ({"suffix": "x"}, UNSUPPORTED),
-        ({"use_beam_search": True}, UNSUPPORTED),
-        ({"min_tokens": 5}, UNSUPPORTED),
-        ({"chat_template": "{{ x }}"}, UNSUPPORTED),
-        ({"prompt_embeds": "x"}, UNSUPPORTED),
-        ({"adapters": "/tmp/x"}, UNSUPPORTED),
-        ({"modalities": ["audio"]}, UNSUPPORTED),
-        ({"kv_transfer_params": {}}, UNSUPPORTED),
-        ({"bootstrap_room": 7}, UNSUPPORTED),
-        ({"handoff_id": "x"}, UNSUPPORTED),
+        {"functions": [{}]},
+        {"function_call": "auto"},
+        {"guided_json": {}},
+        {"structured_outputs": {"regex": "a"}},
+        {"suffix": "x"},
+        {"use_beam_search": True},
+        {"chat_template": "{{ x }}"},
+        {"prompt_embeds": "x"},
+        {"adapters": "/tmp/x"},
+        {"modalities": ["audio"]},
+        {"kv_transfer_params": {}},
+        {"bootstrap_room": 7},
+        {"handoff_id": "x"},
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_what_cannot_be_done_is_refused_by_name(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any], code: str
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
 ) -> None:
     body = chat(**fields) if path == CHAT else {"prompt": "a", **fields}
-    assert await refused(client, path, body) == (next(iter(fields)), code)
+    assert await refused(client, path, body) == (next(iter(fields)), UNSUPPORTED)
 
 
-async def test_echo_of_a_chat(client: httpx.AsyncClient) -> None:
-    assert await refused(client, CHAT, chat(echo=True)) == ("echo", UNSUPPORTED)
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"echo": True}),
+        (CHAT, {"best_of": 2}),
+        (CHAT, {"prompt": "a"}),
+        (TEXT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (TEXT, {"tool_choice": "auto"}),
+        (TEXT, {"top_logprobs": 5}),
+        (TEXT, {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+async def test_what_the_other_endpoint_has(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
+    body = chat(**fields) if path == CHAT else {"prompt": "a", **fields}
+    assert await refused(client, path, body) == (next(iter(fields)), UNSUPPORTED)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": "f"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"enable_thinking": "yes"}, "enable_thinking"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ],
+)
+async def test_wrong_values_of_a_chat(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    assert await refused(client, CHAT, chat(**fields)) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"echo": "yes"}, "echo"),
+    ],
+)
+async def test_wrong_values_of_a_completion(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    assert await refused(client, TEXT, {"prompt": "a", **fields}) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_schema_that_cannot_be_enforced(client: httpx.AsyncClient, path: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    body = chat(response_format=form) if path == CHAT else {"prompt": "a", "response_format": form}
+    assert await refused(client, path, body) == ("response_format", "invalid_grammar")
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+    assert await refused(client, CHAT, chat(tools=[broken], tool_choice="required")) == ("tools", "invalid_grammar")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +36,14 @@ def test_pieces_join_to_the_whole_text(text: Text, prompt: str, answer: str) -> 
 @settings(deadline=None)
 @given(token_ids=st.lists(st.integers(3, 1023), max_size=40))
 def test_any_token_ids_join_to_what_the_library_decodes(text: Text, token_ids: list[int]) -> None:
-    assert "".join(pieces(text, [], token_ids)) == text.decode(token_ids)
+    """But for the first bytes of a character at the end: the library makes U+FFFD of them, a client never sees them."""
+    raw = b"".join(map(text.token_bytes, token_ids))
+    assert raw.decode("utf-8", "replace") == text.decode(token_ids)
+    assert "".join(pieces(text, [], token_ids)) == whole_characters(raw)
+
+
+def whole_characters(raw: bytes) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
 
 
 def test_no_half_character_leaves(text: Text) -> None:
@@ -45,7 +53,23 @@ def test_no_half_character_leaves(text: Text) -> None:
     assert all("\ufffd" not in piece for piece in found)
     assert [piece for piece in found if piece] == ["x", "\N{GRINNING FACE}", "y"]
     cut = pieces(text, [], token_ids[:2])
-    assert cut == ["x", "", "\ufffd"]  # the text ends inside the character: said at the end, not before
+    assert cut == ["x", "", ""]  # the text ends inside the character
+
+
+def test_a_replacement_character_of_the_models_own_is_text(text: Text) -> None:
+    token_ids = text.encode("a\ufffd", add_special_tokens=False)
+    assert "".join(pieces(text, [], token_ids)) == "a\ufffd"
+
+
+def test_byte_fallback(text: Text) -> None:
+    """SentencePiece vocabularies spell a character they do not have in bytes."""
+    vocabulary = {"▁a": 0, "<0xF0>": 1, "<0x9F>": 2, "<0x98>": 3, "<0x80>": 4}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fallback = Text(tokenizer)
+    assert [fallback.token_bytes(token_id) for token_id in range(6)] == [b" a", b"\xf0", b"\x9f", b"\x98", b"\x80", b""]
+    assert pieces(fallback, [0], [1, 2, 3, 4, 0]) == ["", "", "", "\N{GRINNING FACE}", " a", ""]
+    assert pieces(fallback, [0], [0, 1, 2, 3, 4, 1, 2]) == [" a", "", "", "", "\N{GRINNING FACE}", "", "", ""]
 
 
 def test_a_prompt_may_end_inside_a_character(text: Text) -> None:
@@ -56,7 +80,7 @@ def test_a_prompt_may_end_inside_a_character(text: Text) -> None:
 def test_garbage_bytes_do_not_pile_up(text: Text) -> None:
     half = text.encode("\N{GRINNING FACE}", add_special_tokens=False)[0]
     found = pieces(text, [], [half] * 200)
-    assert "".join(found) == text.decode([half] * 200)
+    assert "".join(found) == text.decode([half] * 199)  # the last may still have become a character
     assert max(map(len, found)) <= 64
 
 
@@ -99,6 +123,7 @@ def test_the_checkpoints_own_template(text: Text) -> None:
 @pytest.mark.parametrize(
     ("source", "rendered"),
     [
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", ""),
         ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
         ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
         ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}{{ eos_token }}", "</s>"),
@@ -127,6 +152,14 @@ def test_a_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer, sour
     with pytest.raises(InvalidParameterError) as caught:
         template(tokenizer, source).render(USER)
     assert caught.value.param == "messages"
+
+
+def test_tools_reach_a_template_that_reads_them(tokenizer: Tokenizer) -> None:
+    found = template(tokenizer, "{% for t in tools %}{{ t | tojson }}{% endfor %}")
+    assert found.reads("tools")
+    assert not found.reads("documents")
+    assert found.render(USER, tools=[{"type": "function"}]) == '{"type": "function"}'
+    assert not Text(tokenizer).reads("tools")
 
 
 def test_what_a_template_says_reaches_the_client(tokenizer: Tokenizer) -> None:
