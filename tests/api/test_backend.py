@@ -97,7 +97,7 @@ async def test_a_prompt_from_jobs_to_tokens(backend: BrokerBackend, client: Redi
     [decode], [prefill] = (open_queue(client, name).get_jobs() for name in ("decode.mac", PREFILL))
     assert (decode.func_name, list(decode.args)) == (DECODE_JOB, [asked.handoff_id])
     assert (prefill.func_name, list(prefill.args)) == (PREFILL_JOB, [asked.handoff_id])
-    assert decode.meta == prefill.meta == {"model": "tiny", "route": "vllm->mlx"}
+    assert decode.meta == prefill.meta == {"state": "live", "model": "tiny", "route": "vllm->mlx"}
     record = ledger.load(asked.handoff_id)
     assert record is not None
     assert (record.request, record.contract) == (asked, CONTRACT)
