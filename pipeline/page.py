@@ -68,8 +68,12 @@ def view(payload: bytes | bytearray | memoryview, shape: PageShape) -> PageArray
 
 
 def is_finite(data: PageArray) -> bool:
-    """Neither NaN nor Inf. On the exponent bits: numpy's own float16 test is ten times slower."""
-    return bool((data.view(np.uint16) & 0x7C00).max() != 0x7C00)
+    """Neither NaN nor Inf. On the bits, as integers: numpy's own float16 test is ten times slower.
+
+    Without the sign these are the patterns from 0x7C00 up: the largest signed ones, and, with it, the largest unsigned.
+    Two plain reductions, no temporary array.
+    """
+    return bool(data.view(np.int16).max() < 0x7C00 and data.view(np.uint16).max() < 0xFC00)
 
 
 def require_finite(page: Page) -> None:

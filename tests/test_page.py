@@ -74,3 +74,10 @@ def test_what_is_not_finite_may_not_leave(value: float) -> None:
     data[1, 0, 1, 40, 3] = value
     with pytest.raises(EngineError, match="page 7 holds NaN or Inf"):
         page.require_finite(Page(7, 64, data))
+
+
+def test_finite_is_what_numpy_calls_finite() -> None:
+    """All 65,536 bit patterns, each alone among zeros."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    ours = [page.is_finite(np.array([0, bits, 0], np.uint16).view(np.float16)) for bits in patterns]
+    assert ours == list(np.isfinite(patterns.view(np.float16)))

@@ -27,7 +27,6 @@ from pipeline.settings import MIB
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
 HEALTH_CHECK_S = 15  # a connection idle for longer is asked PING before its next use
-PAGE_READ_BYTES = 2 * MIB
 POOL_SIZE = 1024  # the library's 100 is fewer than the slots of a large worker blocked at once
 
 NO_EVICTION = "noeviction"
@@ -39,14 +38,6 @@ def connect(url: str) -> Redis:
     """A client for everything that answers at once: bytes replies, 5 s for a reply. Raises ConfigError."""
     with _valid(url):
         return Redis.from_url(url, retry=_no_retry(), socket_timeout=REPLY_TIMEOUT_S, **_options(url))
-
-
-def connect_pages(url: str) -> Redis:
-    """`connect`, for values of about a megabyte: read at once instead of in 64 KiB pieces, which took eight times the
-    CPU for a page of 768 KiB (3.5 against 0.4 ms); short replies cost the same. Raises ConfigError."""
-    with _valid(url):
-        options = _options(url) | {"socket_read_size": PAGE_READ_BYTES}
-        return Redis.from_url(url, retry=_no_retry(), socket_timeout=REPLY_TIMEOUT_S, **options)
 
 
 def connect_blocking(url: str) -> Redis:

@@ -7,16 +7,17 @@ handoff (header, give back, release, fence) passes at maxmemory, what begins som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from redis import Redis
-from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, RedisError
 
 from pipeline.broker import keys
 from pipeline.broker.connect import translate
+from pipeline.broker.payload import Link, Word, command, store
 from pipeline.broker.scripts import Scripts, source
 from pipeline.budget import SHARE_DIVISOR, WAITER_LEASE_MS, Answer
 from pipeline.codec import Buffer
@@ -63,102 +64,172 @@ def repeated(call: Callable[[], T]) -> T:
             return call()
 
 
-class Credit:
-    """One handoff under one pair of attempts. Raises FrameError for an id or attempts that no frame can carry."""
+class Outgoing(NamedTuple):
+    """A frame on its way to the server. `anywhere`: it need not follow the frame before it (ABORT)."""
 
-    def __init__(self, client: Redis, handoff_id: str, attempts: Attempts, settings: BrokerSettings) -> None:
+    sequence: int
+    header: bytes
+    payload: Buffer
+    anywhere: bool = False
+
+
+class Grant(NamedTuple):
+    """How many of the values asked for may go; `why` not all: Answer.WAIT, or the server's error."""
+
+    number: int
+    why: Exception | Answer | None
+
+
+class Sent(NamedTuple):
+    """How many of the frames are on the server; `why` not all: "missing" (the payload is not there: expired, or never
+    stored), or the error that kept it from being stored."""
+
+    number: int
+    why: Exception | str | None
+
+
+class Credit:
+    """One handoff under one pair of attempts, on one connection. Not for two threads at once.
+
+    Raises FrameError for an id or attempts that no frame can carry; StaleAttemptError from every step of a writer
+    whose fence is gone; whatever `check` raises while the server makes us wait.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        handoff_id: str,
+        attempts: Attempts,
+        settings: BrokerSettings,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         require_identity(handoff_id, attempts)
         self.names = keys.HandoffKeys(handoff_id)
         self.attempts = attempts
+        self.link = Link(client, check)
         self._client = client
         self._settings = settings
-        self._scripts = {name: client.register_script(source(name)) for name in ("reserve", "header", "imported")}
+        self._shas = {name: client.register_script(source(name)).sha for name in ("reserve", "header", "imported")}
         self._ttl_ms = int(settings.handoff_ttl_s * 1000)
         self._common = _arguments(handoff_id, lease_ms(settings))
 
     def payload_key(self, sequence: int) -> str:
         return self.names.payload(str(self.attempts), sequence)
 
+    def exchange(self, frames: Sequence[Outgoing], wanted: Sequence[int], size: int) -> tuple[Sent, Grant]:
+        """One round trip: `frames` go, each payload before its header, and `size` bytes for each of `wanted` are asked
+        for. Asking or sending again changes nothing. Raises BudgetTooSmallError when no credit can hold `size`."""
+        calls = [*map(self._frame, frames), *([self._wish(wanted, size)] if wanted else [])]
+        replies = self._run([part for call in calls for part in call], sum(map(_replies, frames)) + bool(wanted))
+        sent = self._sent(frames, replies)
+        return sent, self._grant(replies[-1], size) if wanted else Grant(0, None)
+
     def reserve(self, sequence: int, size: int) -> bool:
-        """True: `size` bytes may be put in flight. False: wait, asking again within the waiter's lease.
+        """True: `size` bytes may be put in flight. False: wait, asking again within the waiter's lease."""
+        _, grant = self.exchange([], [sequence], size)
+        if isinstance(grant.why, Exception):
+            raise grant.why
+        return grant.number == 1
 
-        Raises StaleAttemptError, BudgetTooSmallError, and redis' OutOfMemoryError for the caller to be patient with.
-        """
-        budget = self._settings.budget_bytes
-        args = [str(self.attempts), self._field(sequence), size, budget, SHARE_DIVISOR, self._ttl_ms]
-        *_, status = self._evaluate("reserve", args, [keys.BUDGET_ARRIVALS])
-        answer = self._current(status)
-        if answer == Answer.REFUSED:
-            raise BudgetTooSmallError(budget, size)
-        return answer == Answer.GRANTED
+    def await_wake(self, timeout_s: float) -> None:
+        """Until the server says that it may be worth asking again. A lost wake heals: the caller asks anyway."""
+        self._run([command("BLPOP", self.names.wake, f"{timeout_s:g}")], 1)
 
-    def send(self, sequence: int, header: bytes, payload: Buffer) -> Exception | str:
-        """Payload and header in one round trip, the payload never copied.
+    def give_back(self, sequences: Sequence[int]) -> None:
+        """These pages are in the engine, or are given up: payload, credit and header entry go. Once is enough."""
+        if sequences:
+            for reply in self._run([self.returning(sequence) for sequence in sequences], len(sequences)):
+                _require(reply)
 
-        Returns "ok", "missing" (the payload is not there: expired, or never stored), or the error that kept the
-        payload from being stored. Raises StaleAttemptError.
-        """
-        key, ttl_ms = self.payload_key(sequence), lease_ms(self._settings)
+    def returning(self, sequence: int) -> bytes:
+        """The command of `give_back`."""
+        return self._script("imported", [self._field(sequence), entry_id(self.attempts, sequence)])
 
-        def store(pipe: Pipeline) -> None:
-            if payload:
-                pipe.set(key, payload, px=ttl_ms)  # a memoryview goes to the socket as it is
+    def fetch(self, sequence: int, target: memoryview) -> memoryview:
+        """A payload, or as much of it as fits: nobody can make us allocate more. Empty when it is gone."""
+        return next(self.fetch_all([(sequence, target)]))
 
-        entry = entry_id(self.attempts, sequence)
-        args = [str(self.attempts), entry, header, len(payload), self._field(sequence), self._ttl_ms]
-        *stored, answer = self._evaluate("header", args, before=store)
-        status = self._current(answer)
-        return stored[0] if status == "missing" and isinstance(stored[0], Exception) else status
+    def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
+        """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks."""
+        parts = [command("GETRANGE", self.payload_key(one), 0, len(target) - 1) for one, target in wanted]
+        repeated(lambda: self.link.send(parts, len(parts)))
+        for at, (_, target) in enumerate(wanted):
+            try:
+                got = self.link.reply_into(target)
+            except RedisConnectionError as error:
+                if not again:
+                    _require(error)
+                yield from self.fetch_all(wanted[at:], again=False)
+                return
+            except RedisError as error:
+                got = error
+            yield _require(got)
 
-    def give_back(self, sequence: int) -> None:
-        """The page is in the engine, or is given up: payload, credit and header entry go. Once is enough."""
-        self._evaluate("imported", [self._field(sequence), entry_id(self.attempts, sequence)])
-
-    def give_back_and_fetch(self, sequence: int, following: int, limit: int) -> bytes:
-        """`give_back`, and in the same round trip `fetch` of frame `following`."""
-        key, args = self.payload_key(following), [self._field(sequence), entry_id(self.attempts, sequence)]
-        fetched, _ = self._evaluate("imported", args, before=lambda pipe: pipe.getrange(key, 0, limit - 1))
-        return fetched if isinstance(fetched, bytes) else b""  # an error: whoever needs it asks again
-
-    def fetch(self, sequence: int, limit: int) -> bytes:
-        """At most `limit` bytes of a payload, whatever its size: nobody can make us allocate more. b"" when gone."""
-        key = self.payload_key(sequence)
-        return repeated(lambda: cast(bytes, self._client.getrange(key, 0, limit - 1)))
+    def headers(self, after: str, count: int, block_ms: int) -> list[tuple[bytes, bytes]]:
+        """Up to `count` entry ids and headers behind `after`; none when nothing came for `block_ms`."""
+        call = command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self.names.stream, after)
+        (reply,) = self._run([call], 1)
+        streams = _require(reply)
+        return [(entry, _field(fields, b"h")) for entry, fields in streams[0][1]] if streams else []
 
     def fence(self) -> str | None:
         """The pair that may write now; None after release, reaping or a restart of the server."""
-        value = repeated(lambda: cast("bytes | None", self._client.get(self.names.fence)))
+        (reply,) = self._run([command("GET", self.names.fence)], 1)
+        value = _require(reply)
         return value.decode() if value else None
+
+    def _frame(self, frame: Outgoing) -> list[Buffer]:
+        key, ttl_ms = self.payload_key(frame.sequence), lease_ms(self._settings)
+        entry, field = entry_id(self.attempts, frame.sequence), self._field(frame.sequence)
+        header: list[Word] = [str(self.attempts), entry, frame.header, len(frame.payload), field, self._ttl_ms]
+        stored = store(key, frame.payload, ttl_ms) if frame.payload else []
+        return [*stored, self._script("header", [*header, 0 if frame.anywhere else 1])]
+
+    def _sent(self, frames: Sequence[Outgoing], replies: list[Any]) -> Sent:
+        at = 0
+        for count, frame in enumerate(frames):
+            stored, answer = replies[at], replies[at + _replies(frame) - 1]
+            status = self._current(_require(answer))
+            if status != "ok":
+                return Sent(count, stored if isinstance(stored, Exception) else status)
+            at += _replies(frame)
+        return Sent(len(frames), None)
+
+    def _wish(self, wanted: Sequence[int], size: int) -> list[Buffer]:
+        budget = self._settings.budget_bytes
+        args: list[Word] = [str(self.attempts), size, budget, SHARE_DIVISOR, self._ttl_ms, *map(self._field, wanted)]
+        return [self._script("reserve", args, [keys.BUDGET_ARRIVALS])]
+
+    def _grant(self, reply: Any, size: int) -> Grant:
+        if isinstance(reply, Exception):
+            return Grant(0, reply)
+        count, status = reply
+        answer = Answer(self._current(status))
+        if answer is Answer.REFUSED:
+            raise BudgetTooSmallError(self._settings.budget_bytes, size)
+        return Grant(count, None if answer is Answer.GRANTED else answer)
 
     def _field(self, sequence: int) -> str:
         return f"{self.attempts}.{sequence}"
 
-    def _evaluate(
-        self,
-        name: str,
-        args: list[Any],
-        more_keys: Sequence[str] = (),
-        before: Callable[[Pipeline], object] = lambda pipe: None,
-    ) -> list[Any]:
-        """The replies to the commands `before` queues, errors as values, and last the script's, never an error.
+    def _script(self, name: str, args: Sequence[Word], more_keys: Sequence[str] = ()) -> bytes:
+        names = [*_BUDGET_KEYS, *more_keys]
+        return command("EVALSHA", self._shas[name], len(names), *names, *self._common, *args)
 
-        EVALSHA by hand: redis-py's own scripts in a pipeline cost one more round trip each time.
-        """
-        script, names = self._scripts[name], [*_BUDGET_KEYS, *more_keys]
+    def _run(self, parts: Sequence[Buffer], count: int) -> list[Any]:
+        """The `count` replies to `parts`, refusals as values. Sent once more when the connection broke, or the server
+        had lost its scripts: every step of ours may be repeated. Raises BrokerError."""
 
         def call() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipe:
-                before(pipe)
-                pipe.evalsha(script.sha, len(names), *names, *self._common, *args)
-                return pipe.execute(raise_on_error=False)
+            self.link.send(parts, count)
+            return [self.link.reply() for _ in range(count)]
 
-        results = repeated(call)
-        if isinstance(results[-1], NoScriptError):
-            repeated(lambda: self._client.script_load(script.script))
-            results = repeated(call)
-        if isinstance(results[-1], Exception):
-            raise results[-1]
-        return results
+        replies = repeated(call)
+        if any(isinstance(reply, NoScriptError) for reply in replies):
+            for name in self._shas:
+                repeated(partial(self._client.script_load, source(name)))
+            replies = repeated(call)
+        return replies
 
     def _current(self, reply: bytes) -> str:
         """A script's status. Only D ends a fence: a writer without one is no longer wanted."""
@@ -166,6 +237,23 @@ class Credit:
         if status in ("stale", "gone"):
             raise StaleAttemptError(f"attempt {self.attempts} may not write any more: its fence is {status}")
         return status
+
+
+def _replies(frame: Outgoing) -> int:
+    return 2 if frame.payload else 1
+
+
+def _require(reply: Any) -> Any:
+    """The reply, or the server's refusal as BrokerError."""
+    if isinstance(reply, Exception):
+        with translate():
+            raise reply
+    return reply
+
+
+def _field(fields: list[bytes], name: bytes) -> bytes:
+    """One field of a stream entry; b"" where it has none."""
+    return dict(zip(fields[::2], fields[1::2], strict=True)).get(name, b"")
 
 
 def raise_fence(client: Redis, handoff_id: str, attempts: Attempts, settings: BrokerSettings) -> None:

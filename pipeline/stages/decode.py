@@ -119,7 +119,8 @@ def _receive(part: Part, admission: Admission, attempts: Attempts) -> tuple[int,
     services.ledger.accept(request.handoff_id, Accept(attempts.prefill, attempts.decode, first_page), part.fields)
     first_tokens: tuple[int, ...] = ()
     if first_page < wanted or request.first_token:  # where D holds every page, P's first token still comes
-        first_tokens = _import(part, admission, _reader(part, attempts, first_page))
+        with closing(_reader(part, attempts, first_page)) as reader:
+            first_tokens = _import(part, admission, reader)
         _require_first_tokens(request, first_tokens, services.contract.vocab_size)
     _commit(part, held=first_page, imported=wanted - first_page)
     return first_tokens
@@ -187,6 +188,4 @@ def _reader(part: Part, attempts: Attempts, first_page: int) -> PageReader:
         first_page=first_page,
         transfer_tokens=request.transfer_tokens,
     )
-    return PageReader(
-        services.pages, services.blocking, frames, services.settings.broker, part.check, part.require_prefill
-    )
+    return PageReader(services.pages, frames, services.settings.broker, part.check, part.require_prefill)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a worker process brings to every job. `pages` and `blocking` are clients of the page server."""
+    """What a worker process brings to every job. `pages` is a client of the page server."""
 
     worker: str
     contract: Contract
@@ -44,7 +44,6 @@ class Services:
     signals: Signals
     clock: BrokerClock
     pages: Redis
-    blocking: Redis
 
 
 @dataclass(slots=True)

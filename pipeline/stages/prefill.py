@@ -31,7 +31,8 @@ def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str,
             )
             if accept.first_page == page_count(request.transfer_tokens) and not request.first_token:
                 return {"outcome": "held", "pages": 0}
-            return _send(part, work, accept)
+            with closing(_writer(part, request, accept)) as writer:
+                return _send(part, work, accept, writer)
 
 
 def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
@@ -42,21 +43,24 @@ def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
     return None
 
 
-def _send(part: Part, work: Prefill, accept: Accept) -> dict[str, object]:
+def _send(part: Part, work: Prefill, accept: Accept, writer: PageWriter) -> dict[str, object]:
     request = part.record.request
-    writer = _writer(part, request, accept)
     work.skip_to(accept.first_page)
     try:
         writer.open()
         for index in range(accept.first_page, page_count(request.transfer_tokens)):
             _await(part, partial(work.wait_ready, index), f"page {index}")
             writer.write(work.read(index))
-            part.mark("first_page_out")
+            if writer.pages_written:
+                part.mark("first_page_out")
             if work.done:
                 part.mark("prefill_ended")
         if request.first_token:
             _await(part, work.wait_done, "P's first token")
         part.mark("prefill_ended")
+        writer.flush()
+        if writer.pages_written:
+            part.mark("first_page_out")
         part.mark("last_page_out")
         part.fields |= {"pages": writer.pages_written, "bytes": writer.bytes_written}
         part.flush()
@@ -81,4 +85,4 @@ def _writer(part: Part, request: Request, accept: Accept) -> PageWriter:
     services = part.services
     attempts = Attempts(accept.prefill_attempt, accept.decode_attempt)
     frames = FrameWriter(request.handoff_id, attempts, services.contract.page_shape, *part.addresses())
-    return PageWriter(services.pages, services.blocking, frames, services.settings.broker, part.check)
+    return PageWriter(services.pages, frames, services.settings.broker, part.check)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import engines
 from pipeline.broker import keys, stream
 from pipeline.broker.clock import BrokerClock
-from pipeline.broker.connect import connect, connect_blocking, connect_pages, require_ready
+from pipeline.broker.connect import connect, connect_blocking, require_ready
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
@@ -123,8 +123,7 @@ class Runtime:
             ledger=ledger,
             signals=self._signals,
             clock=clock,
-            pages=connect_pages(settings.broker.url),
-            blocking=connect_blocking(settings.broker.url),
+            pages=connect(settings.broker.url),
         )
         self._lost = threading.Event()  # another process took our name: stop serving under it
         self._draining = False

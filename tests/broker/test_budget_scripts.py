@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from redis import Redis
 
 from pipeline.broker import keys
-from pipeline.broker.credit import Credit, gauges, heartbeat, raise_fence, reap, release
+from pipeline.broker.credit import Credit, Outgoing, gauges, heartbeat, raise_fence, reap, release
 from pipeline.budget import Answer, Budget
 from pipeline.errors import BudgetTooSmallError
 from pipeline.handoff import Attempts
@@ -42,6 +42,10 @@ class Lockstep(RuleBasedStateMachine):
         for handoff in IDS:
             raise_fence(self.client, handoff, ATTEMPTS, SETTINGS)
 
+    def teardown(self) -> None:
+        for credit in self.scripts.values():
+            credit.link.close()
+
     @rule(handoff=HANDOFFS, sequence=st.integers(0, 9), size=st.sampled_from([1, 4, 6, 8, 9, BUDGET + 1]))
     def reserve(self, handoff: str, sequence: int, size: int) -> None:
         expected = self.model.reserve(handoff, str(sequence), size, NOW)
@@ -50,6 +54,15 @@ class Lockstep(RuleBasedStateMachine):
                 self.scripts[handoff].reserve(sequence, size)
         else:
             assert self.scripts[handoff].reserve(sequence, size) is (expected is Answer.GRANTED)
+
+    @rule(handoff=HANDOFFS, first=st.integers(0, 7), count=st.integers(1, 4), size=st.sampled_from([1, 4, 6]))
+    def reserve_several(self, handoff: str, first: int, count: int, size: int) -> None:
+        """One call for several is as many calls for one, up to the first that must wait."""
+        granted = 0
+        while granted < count and self.model.reserve(handoff, str(first + granted), size, NOW) is Answer.GRANTED:
+            granted += 1
+        _, grant = self.scripts[handoff].exchange([], range(first, first + count), size)
+        assert grant == (granted, None if granted == count else Answer.WAIT)
 
     @rule(sequence=st.integers(0, 9), size=st.sampled_from([4, 6, 8]))
     def everybody_reserves(self, sequence: int, size: int) -> None:
@@ -74,7 +87,8 @@ class Lockstep(RuleBasedStateMachine):
         size = max(1, held[sequence] - shrink)
         info = self.client.xinfo_stream(self._names(handoff).stream) if self._has_stream(handoff) else None
         already = info is not None and int(info["last-generated-id"].split(b"-")[1]) >= int(sequence)
-        assert self.scripts[handoff].send(int(sequence), b"header", bytes(size)) == "ok"
+        frame = Outgoing(int(sequence), b"header", bytes(size), anywhere=True)
+        assert self.scripts[handoff].exchange([frame], [], 0)[0] == (1, None)
         if not already:
             self.model.true_up(handoff, sequence, size, NOW)
 
@@ -83,7 +97,7 @@ class Lockstep(RuleBasedStateMachine):
         """Mostly what is held, at times what is not."""
         sequence = int(choose.choice([*sorted(self.model.credits.get(handoff, {})), "5"]))
         self.model.release(handoff, str(sequence), NOW)
-        self.scripts[handoff].give_back(sequence)
+        self.scripts[handoff].give_back([sequence])
         assert not self.client.exists(self.scripts[handoff].payload_key(sequence))
 
     @rule(
@@ -102,6 +116,7 @@ class Lockstep(RuleBasedStateMachine):
         old = self.scripts[handoff].attempts
         self.model.close(handoff, NOW)
         raise_fence(self.client, handoff, Attempts(old.prefill + 1, old.decode), SETTINGS)
+        self.scripts[handoff].link.close()
         self.scripts[handoff] = Credit(self.client, handoff, Attempts(old.prefill + 1, old.decode), SETTINGS)
 
     @rule(handoff=HANDOFFS)
@@ -178,7 +193,7 @@ def test_large_budgets_stay_exact(redis_client: Redis) -> None:
     raise_fence(redis_client, IDS[0], ATTEMPTS, terabytes)
     assert credit.reserve(0, 10**15 + 1)
     assert gauges(redis_client).in_flight_bytes == 10**15 + 1
-    credit.give_back(0)
+    credit.give_back([0])
     assert gauges(redis_client) == (0, 0, 0)
 
 

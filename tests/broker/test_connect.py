@@ -19,7 +19,6 @@ from pipeline.broker.connect import (
     connect,
     connect_async,
     connect_blocking,
-    connect_pages,
     margin_bytes,
     redact,
     require_ready,
@@ -241,15 +240,6 @@ def test_a_blocking_client_outlasts_the_reply_timeout(
         assert client.blpop(["empty"], timeout=1) is None
     with connect(server_url) as client, pytest.raises(BrokerError, match="in time"), translate():
         client.blpop(["empty"], timeout=1)
-
-
-def test_a_client_for_pages_reads_large_and_small(server_url: str, redis_client: Redis) -> None:
-    page = bytes(range(256)) * 12_000  # more than one read
-    with connect_pages(server_url) as client:
-        assert client.connection_pool.connection_kwargs["socket_read_size"] == connections.PAGE_READ_BYTES
-        client.set("page", page)
-        assert client.get("page") == page
-        assert client.ping() is True
 
 
 def test_asyncio_clients(server_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:

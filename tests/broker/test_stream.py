@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from redis import Redis
-from redis.client import Pipeline
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline import prefix
 from pipeline.broker import keys
-from pipeline.broker.connect import connect, connect_blocking
-from pipeline.broker.credit import Credit, entry_id
+from pipeline.broker.connect import connect
+from pipeline.broker.credit import Credit, Grant, Outgoing, Sent, entry_id
+from pipeline.broker.payload import Link, Word
 from pipeline.broker.stream import PageReader, PageWriter, gauges, heartbeat, raise_fence, reap, release
 from pipeline.errors import (
     BrokerError,
@@ -48,16 +47,24 @@ def no_check() -> None:
 
 @dataclass
 class Line:
-    """One handoff under test: its prompt, its attempts and both ends' clients."""
+    """One handoff under test: its prompt, its attempts, its client. `close` ends what it opened."""
 
     client: Redis
-    blocking: Redis
     tokens: int = 64 * 6 - 10
     budget_pages: float = 64
     attempts: Attempts = FIRST
     handoff_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     payload_ttl_s: float = 30
     codec: str = "raw"
+    opened: list[PageWriter | PageReader] = field(default_factory=list)
+
+    def another(self, **changes: Any) -> Line:
+        """Another handoff, or with its id another attempt at this one; closed with it."""
+        return replace(self, **({"handoff_id": uuid.uuid4().hex} | changes))
+
+    def close(self) -> None:
+        for end in self.opened:
+            end.close()
 
     @property
     def settings(self) -> BrokerSettings:
@@ -88,7 +95,9 @@ class Line:
         chain = prefix.chain(START, self.prompt()[:-1])
         digest = prefix.prompt_digest(START, self.prompt())
         frames = FrameWriter(self.handoff_id, self.attempts, SHAPE, chain, digest, codec=self.codec)
-        return PageWriter(self.client, self.blocking, frames, self.settings, check, patience_s=patience_s)
+        writer = PageWriter(self.client, frames, self.settings, check, patience_s=patience_s)
+        self.opened.append(writer)
+        return writer
 
     def reader(self, first_page: int = 0, check: Callable[[], None] = no_check) -> PageReader:
         chain = prefix.chain(START, self.prompt()[:-1])
@@ -96,7 +105,9 @@ class Line:
         frames = FrameReader(
             self.handoff_id, self.attempts, SHAPE, chain, digest, first_page=first_page, transfer_tokens=self.tokens
         )
-        return PageReader(self.client, self.blocking, frames, self.settings, check)
+        reader = PageReader(self.client, frames, self.settings, check)
+        self.opened.append(reader)
+        return reader
 
     def send(self, first_page: int = 0, upto: int | None = None) -> PageWriter:
         """OPEN and pages; the commit too when all pages go."""
@@ -106,6 +117,7 @@ class Line:
             writer.write(self.page(index))
         if upto is None:
             writer.commit((7,))
+        writer.flush()
         return writer
 
     def receive(self, reader: PageReader, first_page: int = 0) -> None:
@@ -126,16 +138,12 @@ class Line:
 
 
 @pytest.fixture
-def clients(server_url: str, redis_client: Redis) -> Iterator[tuple[Redis, Redis]]:
-    with connect(server_url) as client, connect_blocking(server_url) as blocking:
-        yield client, blocking
-
-
-@pytest.fixture
-def line(clients: tuple[Redis, Redis]) -> Line:
-    line = Line(*clients)
-    line.fence()
-    return line
+def line(server_url: str, redis_client: Redis) -> Iterator[Line]:
+    with connect(server_url) as client:
+        line = Line(client)
+        line.fence()
+        yield line
+        line.close()
 
 
 def small(line: Line, pages: float) -> Line:
@@ -178,6 +186,7 @@ def test_a_codec_that_shrinks_gives_the_rest_of_the_credit_back(line: Line) -> N
     writer = line.writer()
     writer.open()
     writer.write(Page(0, 64, SHAPE.empty()))
+    writer.flush()
     assert 0 < writer.bytes_written < 200
     assert gauges(line.client) == (writer.bytes_written, 0, 1)
 
@@ -234,6 +243,7 @@ def test_a_stopped_decoder_stalls_only_itself(line: Line) -> None:
         writer.open()
         for index in range(6):
             writer.write(line.page(index))
+        writer.flush()
 
     with ThreadPoolExecutor(2) as pool:
         blocked = pool.submit(stalled)
@@ -241,7 +251,7 @@ def test_a_stopped_decoder_stalls_only_itself(line: Line) -> None:
             time.sleep(0.01)
         assert gauges(line.client) == (4 * PAGE_BYTES, 1, 1)
         for _ in range(3):
-            other = Line(line.client, line.blocking, budget_pages=32, tokens=64 * 20)
+            other = line.another(budget_pages=32, tokens=64 * 20)
             other.fence()
             sent = pool.submit(other.send)
             other.receive(other.reader())
@@ -268,9 +278,9 @@ def test_a_big_one_is_not_starved_by_small_ones(line: Line) -> None:
     assert not big.reserve(0, 9)
     for _ in range(5):
         assert not any(small_one.reserve(0, 1) for small_one in small_ones)
-    first.give_back(0)
+    first.give_back([0])
     assert not any(small_one.reserve(0, 1) for small_one in small_ones)
-    first.give_back(1)
+    first.give_back([1])
     assert not small_ones[0].reserve(0, 1)
     assert big.reserve(0, 9)
     assert small_ones[0].reserve(0, 1)
@@ -279,7 +289,7 @@ def test_a_big_one_is_not_starved_by_small_ones(line: Line) -> None:
 
 def test_release_wakes_a_writer_that_waits(line: Line) -> None:
     small(line, 2).send(upto=2)
-    other = Line(line.client, line.blocking, budget_pages=2, tokens=64)
+    other = line.another(budget_pages=2, tokens=64)
     other.fence()
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(other.send)
@@ -295,10 +305,11 @@ def test_release_wakes_a_writer_that_waits(line: Line) -> None:
 
 def test_a_stale_writer_is_fenced_before_and_after_its_credit(line: Line) -> None:
     writer = line.send(upto=1)
-    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(2, 1))
+    newer = line.another(handoff_id=line.handoff_id, attempts=Attempts(2, 1))
     newer.fence()
+    writer.write(line.page(1))
     with pytest.raises(StaleAttemptError):
-        writer.write(line.page(1))
+        writer.flush()
     with pytest.raises(StaleAttemptError):
         writer.commit()
     assert gauges(line.client) == (0, 0, 0)
@@ -306,20 +317,27 @@ def test_a_stale_writer_is_fenced_before_and_after_its_credit(line: Line) -> Non
     newer.receive(newer.reader())
 
 
+def after_the_credit(writer: PageWriter, then: Callable[[], object]) -> None:
+    """`then` happens between the first credit and its payload."""
+    exchange = writer._credit.exchange
+
+    def exchange_then(frames: Sequence[Outgoing], wanted: Sequence[int], size: int) -> tuple[Sent, Grant]:
+        sent, grant = exchange(frames, wanted, size)
+        if grant.number:
+            then()
+        return sent, grant
+
+    writer._credit.exchange = exchange_then  # type: ignore[method-assign]
+
+
 def test_a_zombie_that_had_its_credit_leaves_no_payload(line: Line) -> None:
     writer = line.writer()
     writer.open()
-    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(1, 2))
-    reserve = writer._credit.reserve
-
-    def reserve_then_sleep(sequence: int, size: int) -> bool:
-        granted = reserve(sequence, size)
-        newer.fence()
-        return granted
-
-    writer._credit.reserve = reserve_then_sleep  # type: ignore[method-assign]
+    newer = line.another(handoff_id=line.handoff_id, attempts=Attempts(1, 2))
+    after_the_credit(writer, newer.fence)
+    writer.write(line.page(0))
     with pytest.raises(StaleAttemptError):
-        writer.write(line.page(0))
+        writer.flush()
     assert list(line.client.scan_iter(f"*{line.handoff_id}*")) == [line.names.fence.encode()]
     assert gauges(line.client) == (0, 0, 0)
 
@@ -341,7 +359,7 @@ def test_the_same_fence_again_keeps_what_was_sent(line: Line) -> None:
 
 def test_a_reader_notices_that_it_was_replaced(line: Line) -> None:
     reader = line.reader()
-    newer = Line(line.client, line.blocking, handoff_id=line.handoff_id, attempts=Attempts(2, 1))
+    newer = line.another(handoff_id=line.handoff_id, attempts=Attempts(2, 1))
     newer.fence()
     with pytest.raises(StaleAttemptError):
         reader.read(5)
@@ -361,8 +379,9 @@ def test_a_transfer_that_is_gone_ends_both_sides(line: Line, lose: str) -> None:
     reader.imported()
     with pytest.raises(PageMissingError):
         reader.read(5)
+    writer.write(line.page(1))
     with pytest.raises(StaleAttemptError):
-        writer.write(line.page(1))
+        writer.flush()
     line.assert_nothing_remains()
 
 
@@ -388,6 +407,7 @@ def test_check_ends_a_wait(line: Line, side: str) -> None:
         writer.open()
         for index in range(line.pages):
             writer.write(line.page(index))
+        writer.flush()
 
     blocked = {"reader": lambda: line.reader(check=check).read(60), "writer": write_on}[side]
     with pytest.raises(HandoffCancelledError):
@@ -492,7 +512,7 @@ def reorder_headers(line: Line) -> None:
 
 
 def foreign_header(line: Line) -> None:
-    other = Line(line.client, line.blocking)
+    other = line.another()
     other.fence()
     other.send()
     headers = [fields[b"h"] for _, fields in _entries(line)]
@@ -552,31 +572,26 @@ def test_damage_ends_the_transfer_and_leaves_nothing(
     line.assert_nothing_remains()
 
 
-class Damaging(Redis):
-    """Damages what comes back, `times` times: a fault on the way, not at rest."""
-
-    times = 0
-
-    def getrange(self, *args: Any, **kwargs: Any) -> Any:
-        data = bytearray(super().getrange(*args, **kwargs))  # type: ignore[arg-type]
-        if self.times:
-            self.times -= 1
-            data[11] ^= 4
-        return bytes(data)
-
-
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_damaged_payload_is_read_once_again(server_url: str, line: Line, times: int) -> None:
+def test_a_damaged_payload_is_read_once_again(monkeypatch: pytest.MonkeyPatch, line: Line, times: int) -> None:
+    """Damage on the way, not at rest, of what comes first and of what is read again."""
     line.send()
-    with Damaging.from_url(server_url) as client:
-        client.times = times
-        line.client = client
-        reader = line.reader()
-        if times == 1:
-            line.receive(reader)
-        else:
-            with pytest.raises(FrameError, match="digest of payload"):
-                reader.read(5)
+    left, reply_into = [times], Link.reply_into
+
+    def damaged(link: Link, target: memoryview) -> memoryview | Exception:
+        got = reply_into(link, target)
+        if left[0] and isinstance(got, memoryview):
+            left[0] -= 1
+            got[11] ^= 4
+        return got
+
+    monkeypatch.setattr(Link, "reply_into", damaged)
+    reader = line.reader()
+    if times == 1:
+        line.receive(reader)
+    else:
+        with pytest.raises(FrameError, match="digest of payload"):
+            reader.read(5)
 
 
 # -- a full server
@@ -590,9 +605,11 @@ def test_a_full_server_refuses_new_pages_and_lets_everything_end(line: Line) -> 
     writer = line.writer(patience_s=0.1)
     writer.open()
     writer.write(line.page(0))
+    writer.flush()
     full(line)
+    writer.write(line.page(1))
     with pytest.raises(CapacityError, match="raise its maxmemory"):
-        writer.write(line.page(1))
+        writer.flush()
     assert gauges(line.client).in_flight_bytes == PAGE_BYTES
     writer.abort("capacity", "full")
     heartbeat(line.client, line.handoff_id, line.settings)
@@ -609,92 +626,79 @@ def test_a_full_server_refuses_new_pages_and_lets_everything_end(line: Line) -> 
 def test_a_payload_refused_after_its_credit_gives_the_credit_back(line: Line) -> None:
     writer = line.writer(patience_s=0.1)
     writer.open()
-    reserve = writer._credit.reserve
-
-    def reserve_then_full(sequence: int, size: int) -> bool:
-        granted = reserve(sequence, size)
-        full(line)
-        return granted
-
-    writer._credit.reserve = reserve_then_full  # type: ignore[method-assign]
+    after_the_credit(writer, lambda: full(line))
+    writer.write(line.page(0))
     with pytest.raises(CapacityError, match="budget_bytes"):
-        writer.write(line.page(0))
+        writer.flush()
     assert gauges(line.client) == (0, 0, 0)
     release(line.client, line.handoff_id)
     line.assert_nothing_remains()
 
 
 def test_a_server_that_has_room_again_is_used_again(line: Line) -> None:
-    calls = []
+    refused = []
+    writer = line.writer()
+    be_patient = writer._sender._be_patient
 
-    def check() -> None:
-        calls.append(1)
-        if len(calls) == 4:
+    def be_patient_and_heal(why: Exception | str) -> None:
+        refused.append(why)
+        if len(refused) == 3:
             line.client.config_set("maxmemory", 0)
+        be_patient(why)
 
-    writer = line.writer(check)
+    writer._sender._be_patient = be_patient_and_heal  # type: ignore[method-assign]
     writer.open()
+    writer.flush()
     full(line)
     writer.write(line.page(0))
-    assert len(calls) >= 4
+    writer.flush()
+    assert len(refused) >= 3
     assert gauges(line.client).in_flight_bytes == PAGE_BYTES
 
 
 # -- lost replies
 
 
-class LosingPipeline(Pipeline):
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().execute(*args, **kwargs)
-        client = self.losing
-        client.left -= 1
-        if client.left == 0:
-            raise RedisConnectionError("the reply is lost")
-        return result
+def lose(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """The server executes, and the `number`-th reply on any connection for payloads never comes."""
+    count, line = [0], Link._line
 
-    losing: Any = None
+    def line_or_loss(link: Link) -> tuple[bytes, bytes]:
+        count[0] += 1
+        if count[0] == number:
+            raise link._failed("the reply is lost")
+        return line(link)
 
-
-class Losing(Redis):
-    """The server executes, the reply to the `left`-th pipeline never comes."""
-
-    left = 0
-
-    def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
-        pipe = LosingPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
-        pipe.losing = self
-        return pipe
+    monkeypatch.setattr(Link, "_line", line_or_loss)
+    return count
 
 
-@pytest.mark.parametrize("lost", [1, 2, 3, 4, 5])
-def test_a_lost_reply_of_the_writer_changes_nothing(server_url: str, line: Line, lost: int) -> None:
-    with Losing.from_url(server_url) as client:
-        client.left = lost
-        sender = Line(client, line.blocking, handoff_id=line.handoff_id)
-        assert sender.send().bytes_written == 6 * PAGE_BYTES
-        assert client.left < 0
+@pytest.mark.parametrize("lost", range(1, 12))
+def test_a_lost_reply_of_the_writer_changes_nothing(monkeypatch: pytest.MonkeyPatch, line: Line, lost: int) -> None:
+    seen = lose(monkeypatch, lost)
+    assert line.send().bytes_written == 6 * PAGE_BYTES
+    assert seen[0] > lost
     assert line.client.xlen(line.names.stream) == 8
     assert gauges(line.client) == (6 * PAGE_BYTES, 0, 1)
     line.receive(line.reader())
 
 
-@pytest.mark.parametrize("lost", [1, 2, 6])
-def test_a_lost_reply_of_the_reader_changes_nothing(server_url: str, line: Line, lost: int) -> None:
+@pytest.mark.parametrize("lost", [1, 2, 5, 20, 40, 44, 45, 46, 47, 48, 49, 50, 51, 52])
+def test_a_lost_reply_of_the_reader_changes_nothing(monkeypatch: pytest.MonkeyPatch, line: Line, lost: int) -> None:
     line.send()
-    with Losing.from_url(server_url) as client:
-        client.left = lost
-        receiver = Line(client, line.blocking, handoff_id=line.handoff_id)
-        receiver.receive(receiver.reader())
-        assert client.left <= 0
+    seen = lose(monkeypatch, lost)
+    line.receive(line.reader())
+    assert seen[0] > lost
     assert gauges(line.client) == (0, 0, 0)
 
 
 def test_a_page_sent_again_after_its_import_leaves_no_payload(line: Line) -> None:
     credit = Credit(line.client, line.handoff_id, line.attempts, line.settings)
     assert credit.reserve(0, 4)
-    assert credit.send(0, b"header", b"page") == "ok"
-    credit.give_back(0)
-    assert credit.send(0, b"header", b"page") == "ok"
+    page = Outgoing(0, b"header", b"page")
+    assert credit.exchange([page], [], 4)[0] == (1, None)
+    credit.give_back([0])
+    assert credit.exchange([page], [], 4)[0] == (1, None)
     assert not line.client.exists(credit.payload_key(0))
     assert line.client.xlen(line.names.stream) == 0
 
@@ -702,8 +706,8 @@ def test_a_page_sent_again_after_its_import_leaves_no_payload(line: Line) -> Non
 def test_a_header_without_its_payload_says_so(line: Line) -> None:
     credit = Credit(line.client, line.handoff_id, line.attempts, line.settings)
     assert credit.reserve(0, 4)
-    args = ["1.1", entry_id(line.attempts, 0), b"h", 4, "1.1.0", 1000]
-    assert credit._evaluate("header", args) == [b"missing"]
+    args: list[Word] = ["1.1", entry_id(line.attempts, 0), b"h", 4, "1.1.0", 1000]
+    assert credit._run([credit._script("header", [*args, 1])], 1) == [b"missing"]
     assert line.client.exists(line.names.stream) == 0
 
 
@@ -719,15 +723,16 @@ def test_an_unreachable_server_is_a_broker_error(line: Line) -> None:
 def test_a_silent_handoff_is_reaped_whole(line: Line) -> None:
     line.payload_ttl_s = 0.05
     writer = line.send(upto=2)
-    other = Line(line.client, line.blocking)
+    other = line.another(payload_ttl_s=30)
     other.fence()
     other.send(upto=1)
     time.sleep(0.1)
     assert reap(line.client) == [line.handoff_id]
     assert list(line.client.scan_iter(f"*{line.handoff_id}*")) == []
     assert gauges(line.client) == (PAGE_BYTES, 0, 1)
+    writer.write(line.page(2))
     with pytest.raises(StaleAttemptError):
-        writer.write(line.page(2))
+        writer.flush()
     release(other.client, other.handoff_id)
     line.assert_nothing_remains()
 

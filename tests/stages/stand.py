@@ -44,14 +44,14 @@ def settings(url: str, limits: HandoffSettings = LIMITS) -> Settings:
 
 def services(url: str, worker: str, limits: HandoffSettings, stack: ExitStack) -> Services:
     """One worker process's, with connections of its own."""
-    client, blocking, events = connect(url), connect_blocking(url), connect_blocking(url)
-    for one in (client, blocking, events):
+    client, events = connect(url), connect_blocking(url)
+    for one in (client, events):
         stack.callback(one.close)
     chosen, clock = settings(url, limits), BrokerClock(client)
     ledger = Ledger(client, client, clock, chosen)
     signals = Signals(events, ledger)
     signals.start()
-    return Services(worker, CONTRACT, chosen, ledger, signals, clock, client, blocking)
+    return Services(worker, CONTRACT, chosen, ledger, signals, clock, client)
 
 
 class Stand:
