@@ -1,4 +1,4 @@
-"""The payload connection: RESP in any pieces, over TCP and TLS, under an ACL; a peer that is slow, gone or talks rubbish."""
+"""The payload connection: RESP in any pieces, TCP and TLS, an ACL; a peer that is slow, gone or talks rubbish."""
 
 from __future__ import annotations
 
@@ -224,9 +224,9 @@ def test_a_user_of_an_acl(redis_client: Redis, server_url: str) -> None:
             link.close()
             assert first == "OK"
             assert [type(one) for one in refused] == [exceptions.NoPermissionError] * 2
-        with connect(server_url.replace("//", "//pages:wrong@")) as client:
-            with pytest.raises(BrokerError, match="refused our credentials"), translate():
-                Link(client, lambda: None).send([b""], 0)
+        client = connect(server_url.replace("//", "//pages:wrong@"))
+        with client, pytest.raises(BrokerError, match="refused our credentials"), translate():
+            Link(client, lambda: None).send([b""], 0)
     finally:
         redis_client.acl_deluser("pages")
 
@@ -271,6 +271,6 @@ def test_over_tls(tls_url: str) -> None:
             link.send([*store("page", page, 60_000), command("GETRANGE", "page", 0, len(page))], 2)
             assert link.reply() == "OK"
             assert link.reply_into(memoryview(bytearray(len(page)))) == page
-    with connect(tls_url.split("?", maxsplit=1)[0]) as client:  # a certificate nobody vouches for
-        with pytest.raises(BrokerError, match="certificate verify failed"), translate():
-            Link(client, lambda: None).send([b""], 0)
+    stranger = connect(tls_url.split("?", maxsplit=1)[0])  # nobody vouches for its certificate
+    with stranger, pytest.raises(BrokerError, match="certificate verify failed"), translate():
+        Link(stranger, lambda: None).send([b""], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ import pytest
 
 from pipeline.broker import keys, stream
 from pipeline.broker.channel import TokenEntry
+from pipeline.broker.payload import Link
 from pipeline.engines.base import Capabilities, TokenStep
 from pipeline.errors import (
     CrossfillError,
@@ -297,12 +299,23 @@ def test_decoding_that_fails_keeps_what_was_said(stand: Stand) -> None:
     quiet(stand, request)
 
 
-def test_a_lost_payload_is_recomputed_and_the_pages_in_flight_go_at_once(stand: Stand) -> None:
+def test_a_lost_payload_is_recomputed_and_the_pages_in_flight_go_at_once(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = stand.open()
+    payloads, reply_into = itertools.count(1), Link.reply_into
+
+    def gone_before_the_second(link: Link, target: memoryview) -> memoryview | Exception:
+        got = reply_into(link, target)
+        if next(payloads) != 2:
+            return got
+        stand.client.unlink(keys.HandoffKeys(request.handoff_id).payload("1.1", 2))
+        return target[:0]
+
+    monkeypatch.setattr(Link, "reply_into", gone_before_the_second)
     stand.d.set(imports=0, tokens=0)
     p, d = stand.begin(request)
     eventually(lambda: stream.gauges(stand.client).waiters == 1, "two pages in flight")
-    stand.client.unlink(keys.HandoffKeys(request.handoff_id).payload("1.1", 2))
     stand.d.set(imports=4)
     assert isinstance(failure(p), StaleAttemptError)
     stand.await_state(request, State.COMMITTED)
