@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help env env-vllm env-sglang models demo up test pairs check format docs fuzz bench clean
+.PHONY: help env env-vllm env-sglang models demo up test pairs check format docs chaos fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ format: env ## let ruff rewrite what it can
 
 docs: env ## regenerate the generated pages
 	$(VENV)/python docs/generate_handoff.py
+
+chaos: env ## hurt a running system at random for ten minutes (ARGS: --seed N --minutes M --requests N)
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/python -m tests.chaos $(ARGS)
 
 fuzz: env ## ten million mutated frames and a million records (ARGS: --frames N --seed N)
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.fuzz $(ARGS)

@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 _CORE = ("reference", "mlx")
 _ELSEWHERE = ("--ignore=tests/engines", "--ignore=tests/pairs")
-_SYSTEMS = ("tests/scenarios", "tests/cli")  # whole systems of many processes: half of the time
+_SYSTEMS = ("tests/scenarios", "tests/cli", "tests/faults")  # whole systems of many processes: half of the time
 _UNITS = ("tests", *_ELSEWHERE, *(f"--ignore={folder}" for folder in _SYSTEMS))
 _ALL = ("mlx", "vllm", "sglang")
 RANK = {"skipped": 0, "passed": 1, "failed": 2}

@@ -103,6 +103,11 @@ class Proxy:
             for pair in self._pairs:
                 pair.passed = {"up": 0, "down": 0}
 
+    def aim(self, port: int) -> None:
+        """From now on towards another server: a failover. Every connection is reset."""
+        self._port = port
+        self.reset()
+
     def lose(self, marker: bytes, times: int = 1) -> None:
         """The next `times` commands with `marker` in them are executed; instead of each reply the connection ends."""
         with self._lock:

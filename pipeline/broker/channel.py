@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from pipeline import logprob
@@ -27,6 +29,7 @@ _HEAL_S = 0.5  # silence after which a reader looks into the log by itself
 _RECONNECT_S = 0.2
 _CONFIRM_S = 2.0  # a submit is refused after this when the broker is silent
 _PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
+_log = logging.getLogger(__name__)
 _GONE = 2  # looks in a row that find neither tokens nor the record
 
 
@@ -114,21 +117,21 @@ class TokenHub:
 
     def __init__(self, client: AsyncRedis) -> None:
         self._client = client
-        self._pubsub = client.pubsub()
+        self._pubsub: PubSub | None = None  # the living subscription; only the pump makes and ends one
         self._inboxes: dict[str, asyncio.Queue[tuple[int, bytes]]] = {}
         self._subscribed: dict[str, asyncio.Event] = {}
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def start(self) -> None:
-        await self._pubsub.subscribe(f"{keys.PREFIX}:hub")  # so that the reading task always has a subscription
         self._task = asyncio.create_task(self._pump())
 
     async def close(self) -> None:
+        self._closing = True
         if self._task:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        await self._pubsub.aclose()
 
     async def open(self, handoff_id: str) -> asyncio.Queue[tuple[int, bytes]]:
         """Subscribe; returns once the server has confirmed it. Raises BrokerError."""
@@ -138,11 +141,11 @@ class TokenHub:
         ready = self._subscribed[channel] = asyncio.Event()
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await _uncancelled(self._pubsub.subscribe(channel))
+                await self._tell("SUBSCRIBE", channel)
                 await ready.wait()
-        except (RedisError, OSError, TimeoutError) as error:
+        except TimeoutError:
             await self.drop(handoff_id)
-            raise BrokerError(f"cannot subscribe to the token channel: {error}") from error
+            raise BrokerError(f"the broker did not confirm a subscription within {_CONFIRM_S:g} s") from None
         except asyncio.CancelledError:
             await self.drop(handoff_id)
             raise
@@ -153,8 +156,7 @@ class TokenHub:
     async def drop(self, handoff_id: str) -> None:
         channel = keys.HandoffKeys(handoff_id).notify
         self._inboxes.pop(channel, None)
-        with contextlib.suppress(RedisError, OSError):
-            await _uncancelled(self._pubsub.unsubscribe(channel))
+        await self._tell("UNSUBSCRIBE", channel)
 
     async def log(self, handoff_id: str, start: int) -> list[bytes]:
         """Entries of the log from index `start` on. Raises BrokerError."""
@@ -171,15 +173,40 @@ class TokenHub:
         except (RedisError, OSError) as error:
             raise BrokerError(f"cannot read the ledger: {error}") from error
 
+    async def _tell(self, command: str, channel: str) -> None:
+        """Send it on the living subscription. Without one nothing is sent: the next one begins with every inbox.
+
+        Past redis-py's own way, which connects anew where a connection is broken: beside the pump, which does so too,
+        two tasks then read one connection and every request fails from there on.
+        """
+        connection: Any = self._pubsub.connection if self._pubsub else None
+        if connection is not None and connection.is_connected:
+            with contextlib.suppress(Exception):  # the pump meets the same trouble, and mends it
+                await _uncancelled(connection.send_command(command, channel, check_health=False))
+
     async def _pump(self) -> None:
-        while True:
+        """Keep a subscription to every inbox, whatever the network, the server or redis-py does."""
+        while not self._closing:
             try:
-                message = await self._pubsub.get_message(timeout=1.0)
-            except (RedisError, OSError):
-                await asyncio.sleep(_RECONNECT_S)  # redis-py subscribes again by itself; readers heal from the log
-                continue
-            if message is not None:
-                self._dispatch(message["type"], message["channel"].decode(), message["data"])
+                await self._listen()
+            except Exception as error:
+                _log.warning("token channels: %s: %s; subscribing again", type(error).__name__, error)
+                await asyncio.sleep(_RECONNECT_S)  # readers heal from the log meanwhile
+
+    async def _listen(self) -> None:
+        async with self._client.pubsub() as pubsub:
+            told = {f"{keys.PREFIX}:hub", *self._inboxes}  # the first is there when no other is
+            await pubsub.subscribe(*told)
+            self._pubsub = pubsub
+            try:
+                for channel in self._inboxes.keys() - told:  # opened while we subscribed
+                    await self._tell("SUBSCRIBE", channel)
+                while not self._closing:
+                    message = await pubsub.get_message(timeout=1.0)
+                    if message is not None:
+                        self._dispatch(message["type"], message["channel"].decode(), message["data"])
+            finally:
+                self._pubsub = None
 
     def _dispatch(self, kind: str, channel: str, data: bytes) -> None:
         if kind == "subscribe" and channel in self._subscribed:

@@ -1,0 +1,1 @@
+"""The fault cases that are about processes and servers, by their numbers in docs/reliability.md."""

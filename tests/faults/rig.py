@@ -1,0 +1,217 @@
+"""Rig: a System that can be hurt. Each process reaches the broker through a proxy of its own, and each process and the
+broker itself can be killed, paused and started again. `rest` is where the invariants are checked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pipeline.broker.embedded import EmbeddedServer
+from pipeline.cli.child import Child
+from pipeline.cli.fleet import Fleet
+from pipeline.engines.reference.model import Model
+from pipeline.engines.reference.oracle import split_run
+from pipeline.settings import Settings
+from tests.faults.call import Call
+from tests.ports import free_port
+from tests.proxy import Proxy
+from tests.scenarios.system import READY_S, System, eventually, worker
+
+API = "api"
+LEASE_S = 3.0
+BUDGET = 1 << 20  # 32 pages of the tiny model; one handoff may have four in flight
+REST_S = 60.0  # a bound for a loaded machine; the promise is 2 s after the lease has ended
+_PLAIN = (18, 19, 20, 21, 22, 23)  # "012345": a prompt that ends within no character
+MARGIN = 0.002  # logits of the tiny model: FP16 rounding of KV moves one by less than a tenth of this
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt of the tiny model and what it greedily says, from a run without a line of Crossfill's path."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    tokenizer: Tokenizer
+
+    def text(self, count: int) -> str:
+        return str(self.tokenizer.decode(list(self.tokens[:count])))
+
+
+class Oracle:
+    """Questions whose answers no rounding changes."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = Model.load(model)
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.question = cache(self._question)
+
+    def _question(self, length: int, tokens: int, number: int = 0) -> Question:
+        """The `number`-th question of `length` prompt tokens with a firm answer of `tokens` tokens."""
+        for salt in range(100):
+            body = tuple((7 * i + 131 * number + 17 * salt) % 900 + 20 for i in range(length - len(_PLAIN)))
+            prompt = body + _PLAIN
+            run = split_run(self._model, prompt, tokens)
+            if min(run.margins) >= MARGIN:
+                return Question(prompt, run.tokens, self._tokenizer)
+        raise AssertionError("no firm question found")
+
+
+class Crew(Fleet):
+    """A Fleet whose members may be started again one by one."""
+
+    def child(self, name: str) -> Child:
+        return next(each for each in self.children if each.name == name)
+
+    def revive(self, name: str) -> None:
+        """Start `name` again; it must have ended."""
+        old = self.child(name)
+        assert old.join(10.0), f"{name} still runs"
+        file = self._directory / "settings.json"
+        if name == API:
+            self._api = self._spawn(API, Path(sys.executable), ["serve"], file, {})
+            return
+        self._workers.remove(old)
+        chosen = next(each for each in self.settings.workers if each.name == name)
+        self._workers.append(self._start_worker(chosen, file))
+
+
+class Rig(System):
+    """`hops` by process name. Whatever a test breaks, `rest` mends before it looks."""
+
+    def __init__(self, crew: Crew, server: EmbeddedServer, hops: dict[str, Proxy], url: str, oracle: Oracle) -> None:
+        super().__init__(crew)
+        self.crew = crew
+        self.server = server
+        self.hops = hops
+        self.oracle = oracle
+        self.broker.close()
+        self.broker = self.broker.from_url(url)  # ours does not pass a proxy
+        self.deaths = Counter[str]()  # by name; counted before the kill
+        self._free: dict[str, int] = {}
+
+    # -- what a test does to it
+
+    def kill(self, name: str) -> None:
+        self.deaths[name] += 1
+        self.crew.child(name).kill()
+        assert self.crew.child(name).join(10.0)
+
+    def pause(self, name: str) -> None:
+        os.kill(self.crew.child(name).pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        os.kill(self.crew.child(name).pid, signal.SIGCONT)
+
+    def ask(self, question: Question, tokens: int, *, stream: bool = True, route: str = "auto", **body: Any) -> Call:
+        """One greedy request, running on a thread of its own."""
+        fields = {"model": self.model, "prompt": list(question.prompt), "max_tokens": tokens, "temperature": 0}
+        fields |= {"ignore_eos": True, "stream": stream, "cache_salt": os.urandom(8).hex()} | body
+        return Call(self.url, fields, route)
+
+    def answers(self, length: int = 150, tokens: int = 6) -> None:
+        """A fresh request gets the right text: the last invariant of every fault."""
+        question = self.oracle.question(length, tokens)
+        outcome = self.ask(question, tokens, route="reference->reference").result()
+        assert (outcome.status, outcome.code) == (200, None), outcome
+        assert outcome.text == question.text(tokens)
+
+    def serving(self) -> None:
+        """Wait until every process that should serve does."""
+        eventually(lambda: all(self.crew.ready().values()), READY_S)
+
+    # -- the invariants
+
+    def mend(self) -> None:
+        """The broker runs, the network works, nobody is stopped or dead."""
+        for hop in self.hops.values():
+            hop.mend()
+        if self.server.pid is None:
+            self.server.start()
+        for each in self.crew.children:
+            if each.status is None:
+                self.resume(each.name)
+            else:
+                self.crew.revive(each.name)
+        self.serving()
+
+    def rest(self) -> dict[str, Any]:
+        """Mend, wait until nothing is in flight, and check the invariants I1-I4, I6 and I7; then the status."""
+        self.mend()
+        deadline = time.monotonic() + REST_S
+        while found := self.unrest():
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        self.answers()
+        return self.settled()
+
+    def unrest(self) -> dict[str, Any]:
+        """What is not at rest: handoffs, keys, credit, jobs, engines; empty when all is as at the start."""
+        found = self.busy() | self._rq()
+        for name, free in self._pools().items():
+            if free != self._free.setdefault(name, free):
+                found[f"free pages of {name}"] = (free, "of", self._free[name])
+        for key in ("cf:budget:held", "cf:budget:leases", "cf:budget:waiters", "cf:budget:wants"):
+            if self.broker.exists(key):
+                found[key] = "is not empty"
+        return found
+
+    def _pools(self) -> dict[str, int]:
+        return {r["name"]: r["stats"]["free_pages"] for r in self.status()["replicas"]}
+
+    def _rq(self) -> dict[str, Any]:
+        """Jobs that wait, are being handed out or are believed to run."""
+        found: dict[str, Any] = {}
+        for key in map(bytes.decode, self.broker.scan_iter("rq:*", count=1000)):
+            if key.startswith(("rq:queue:", "rq:wip:")) and self.broker.type(key) in (b"list", b"zset"):
+                size = self.broker.llen(key) if self.broker.type(key) == b"list" else self.broker.zcard(key)
+                if size:
+                    found[key] = size
+        return found
+
+
+def settings(model: Path, url: str, hops: dict[str, Proxy], **sections: Any) -> dict[str, Any]:
+    """Two `reference` replicas in each role, every one behind its own hop."""
+    workers = []
+    for name in (name for name in hops if name != API):
+        role = "prefill" if name.startswith("p") else "decode"
+        env = {"CROSSFILL_BROKER__URL": hops[name].url}
+        small = {"chunk_tokens": 64}
+        workers.append(worker(name, "reference", model, role, lease_s=LEASE_S, engine_settings=small, env=env))
+    limits = {"queue_s": 30, "accept_s": 20, "progress_s": 10, "total_s": 120}
+    broker = {"url": hops[API].url, "budget_bytes": BUDGET}
+    return {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": limits, "workers": workers} | (
+        sections
+    )
+
+
+@contextmanager
+def rig(
+    model: Path, directory: Path, names: Sequence[str] = ("p-0", "p-1", "d-0", "d-1"), **sections: Any
+) -> Iterator[Rig]:
+    """Start it, wait until it serves, stop it."""
+    port = free_port()
+    server = EmbeddedServer(directory / "broker", BUDGET, port=port)
+    with ExitStack() as stack:
+        url = stack.enter_context(server)
+        hops = {name: stack.enter_context(Proxy(port)) for name in (API, *names)}
+        crew = Crew(Settings.model_validate(settings(model, url, hops, **sections)), directory, os.environ)
+        stack.callback(crew.stop)
+        crew.start()
+        for _ in crew.wait_ready(READY_S):
+            pass
+        running = Rig(crew, server, hops, url, Oracle(model))
+        stack.callback(running.close)
+        running.unrest()  # notes the free pages
+        yield running
+        running.mend()
