@@ -10,23 +10,25 @@ from pipeline.api.edge import Edge
 from pipeline.api.served import Served
 from pipeline.errors import CapacityError, CrossfillError, PeerError
 
-_READ = ["GET", "HEAD"]
-
 
 def routes(edge: Edge) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/health", methods=_READ)
-    @router.api_route("/ping", methods=_READ, include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    @router.head("/ping", include_in_schema=False)
+    @router.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """This process answers. Whether a prompt can be served is `/ready`'s question."""
         return Response()
 
-    @router.api_route("/version", methods=_READ)
+    @router.head("/version", include_in_schema=False)
+    @router.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
-    @router.api_route("/ready", methods=_READ)
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready() -> JSONResponse:
         """At least one model can be served now; which ones is in the answer."""
         found = {model.name: await _missing(edge, model) for model in edge.models.all}

@@ -14,7 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.api import admin, chat, completions, errors, models, served
+from pipeline import __version__
+from pipeline.api import admin, chat, completions, errors, models, openapi, responses, served
 from pipeline.api.answer import Pace
 from pipeline.api.backend import BrokerBackend
 from pipeline.api.edge import Edge, unix_time
@@ -41,7 +42,7 @@ def create_app(settings: ApiSettings, catalogue: Catalogue, backend: Backend) ->
         finally:
             await backend.close()
 
-    app = FastAPI(title="Crossfill", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = openapi.Documented(title="Crossfill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     edge = Edge(settings, catalogue, backend, Pace(settings.hold_s, settings.keep_alive_s))
     errors.install(app)
     app.include_router(admin.routes(edge))
@@ -68,12 +69,16 @@ def _add_middleware(app: FastAPI, settings: ApiSettings) -> None:
 
 def _add_inference(app: FastAPI, edge: Edge) -> None:
     @app.post("/v1/chat/completions")
-    @app.post("/chat/completions")
+    @app.post("/chat/completions", include_in_schema=False)
     async def create_chat(request: Request) -> Response:
         return await chat.create(edge, request)
 
+    @app.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        return await responses.create(edge, request)
+
     @app.post("/v1/completions")
-    @app.post("/completions")
+    @app.post("/completions", include_in_schema=False)
     async def create_completion(request: Request) -> Response:
         return await completions.create(edge, request)
 

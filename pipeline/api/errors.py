@@ -18,6 +18,7 @@ from pipeline.errors import CrossfillError, RequestError
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/models",
     "/tokenize",
     "/detokenize",

@@ -15,7 +15,7 @@ from pipeline.api import errors
 from pipeline.api.errors import ProblemError
 from pipeline.api.keyring import Keyring
 
-OPEN = frozenset({"/health", "/ping", "/ready", "/metrics", "/version"})
+OPEN = frozenset({"/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json"})
 _INFERENCE = ("/v1", "/chat", "/completions", "/models", "/tokenize", "/detokenize")
 
 

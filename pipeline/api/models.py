@@ -14,8 +14,6 @@ from pipeline.api.edge import Edge
 from pipeline.api.schemas import Ask, ChatAsk, TokenId
 from pipeline.api.served import Served
 
-READ = ["GET", "HEAD"]
-
 
 class TextAsk(Ask):
     """What `/tokenize` is asked for a plain text."""
@@ -32,13 +30,17 @@ class TokensAsk(Ask):
 def routes(edge: Edge) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route("/v1/models", methods=READ)
-    @router.api_route("/models", methods=READ, include_in_schema=False)
+    @router.head("/v1/models", include_in_schema=False)
+    @router.get("/v1/models")
+    @router.head("/models", include_in_schema=False)
+    @router.get("/models", include_in_schema=False)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model.card for model in edge.models.all]})
 
-    @router.api_route("/v1/models/{name:path}", methods=READ)
-    @router.api_route("/models/{name:path}", methods=READ, include_in_schema=False)
+    @router.head("/v1/models/{name:path}", include_in_schema=False)
+    @router.get("/v1/models/{name:path}")
+    @router.head("/models/{name:path}", include_in_schema=False)
+    @router.get("/models/{name:path}", include_in_schema=False)
     async def model(name: str) -> JSONResponse:
         return JSONResponse(edge.models.find(name).card)
 

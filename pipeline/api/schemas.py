@@ -67,9 +67,12 @@ _TEXT_INERT: dict[str, tuple[object, ...]] = {
 }
 
 M = TypeVar("M", bound="Ask")
+S = TypeVar("S", bound="Strict")
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Types are what they are: no number from a text, no NaN; unknown fields are ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
@@ -89,14 +92,14 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Salt = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_clean_salt)]
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """`strict` changes nothing: the text is always held to the schema."""
 
     name: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -114,12 +117,12 @@ class ResponseFormat(_Strict):
         return grammar.encode("json_schema", self.json_schema.schema_) if self.json_schema else None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Ask(_Strict):
+class Ask(Strict):
     """What chat and text completions share."""
 
     model: str | None = None
@@ -174,7 +177,7 @@ class Ask(_Strict):
         return self
 
 
-class Part(_Strict):
+class Part(Strict):
     """A piece of a message's content; only text can be served."""
 
     type: str
@@ -182,34 +185,34 @@ class Part(_Strict):
     refusal: str | None = None
 
 
-class Function(_Strict):
+class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     name: str
 
 
-class NamedChoice(_Strict):
+class NamedChoice(Strict):
     type: Literal["function"]
     function: FunctionName
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """A call in the history, passed on to the template as it came."""
 
     model_config = ConfigDict(extra="allow")
     function: dict[str, Any]
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -345,6 +348,11 @@ def read(kind: type[M], raw: Mapping[str, Any]) -> M:
     _refuse_unsupported(present, _INERT | (_CHAT_INERT if issubclass(kind, ChatAsk) else _TEXT_INERT))
     if issubclass(kind, CompletionAsk) and present.get("logprobs") is False:
         del present["logprobs"]  # as a chat says that it wants none
+    return read_strict(kind, present)
+
+
+def read_strict(kind: type[S], present: Mapping[str, Any]) -> S:
+    """Raises InvalidParameterError with the dotted path of the first fault."""
     try:
         return kind.model_validate(present)
     except ValidationError as error:

@@ -47,7 +47,7 @@ async def test_status(client: httpx.AsyncClient, model: Served) -> None:
     }
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/nothing"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses/resp_1/cancel", "/nothing"])
 async def test_unknown_paths_name_what_there_is(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json={})
     assert answer.status_code == 404
