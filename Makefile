@@ -40,6 +40,7 @@ check: env ## formatting, lint, types, layers, generated pages
 	$(VENV)/mypy
 	$(VENV)/lint-imports
 	$(VENV)/python docs/generate_handoff.py --check
+	$(VENV)/python docs/generate_configuration.py --check
 
 format: env ## let ruff rewrite what it can
 	$(VENV)/ruff format .
@@ -47,6 +48,7 @@ format: env ## let ruff rewrite what it can
 
 docs: env ## regenerate the generated pages
 	$(VENV)/python docs/generate_handoff.py
+	$(VENV)/python docs/generate_configuration.py
 
 chaos: env ## hurt a running system at random for ten minutes (ARGS: --seed N --minutes M --requests N)
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/python -m tests.chaos $(ARGS)

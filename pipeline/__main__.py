@@ -31,6 +31,8 @@ COMMANDS = {
     "queues": Command("pipeline.cli.queues", "show the jobs of every queue by where they are"),
     "replicas": Command("pipeline.cli.replicas", "show the replicas that are alive"),
     "handoffs": Command("pipeline.cli.handoffs", "show live and recent handoffs"),
+    "capture": Command("pipeline.cli.capture", "store a live handoff as a file, on the machine that decodes it"),
+    "replay": Command("pipeline.cli.replay", "decode a stored handoff again, compute it again, or ask it again"),
     "handoff": Command("pipeline.cli.handoff", "show where one handoff spent its time"),
     "cancel": Command("pipeline.cli.cancel", "end a live handoff"),
     "drain": Command("pipeline.cli.drain", "let a replica finish and take nothing new"),

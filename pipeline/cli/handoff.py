@@ -1,8 +1,12 @@
-"""`crossfill handoff ID`: one handoff, live or ended lately: who worked on it, what moved, where the time went."""
+"""`crossfill handoff ID`: one handoff, live or ended lately: who worked on it, what moved, where the time went.
+
+`crossfill handoff show|verify|diff FILE` looks into stored ones: `stored.py`.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,22 +14,32 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.broker.operator import Operator
-from pipeline.cli import handoffs, view, waterfall
-from pipeline.errors import HandoffUnknownError
+from pipeline.cli import handoffs, stored, view, waterfall
+from pipeline.errors import ConfigError, HandoffUnknownError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("handoff", help="show where one handoff spent its time")
     command.add_argument(
-        "id", help="32 hex digits, as `crossfill handoffs` and the answer's X-Crossfill-Trace show them"
+        "what",
+        nargs="+",
+        metavar="ID | show FILE.. | verify FILE.. | diff FILE FILE",
+        help="32 hex digits, as `crossfill handoffs` and the answer's X-Crossfill-Trace show them; or stored handoffs",
     )
     view.add_flags(command)
+    stored.add_flags(command)
     command.set_defaults(handler=run)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
+    first, *others = options.what
+    if first in stored.VERBS:
+        return stored.run(options, first, [Path(name) for name in others])
+    if others:
+        raise ConfigError(f"one handoff is shown at a time; of files: {', '.join(stored.VERBS)}")
     with view.operator(options) as operator:
-        view.show(options, lambda: look(operator, options.id), draw)
+        view.show(options, lambda: look(operator, first), draw)
+    return 0
 
 
 def look(operator: Operator, handoff_id: str) -> dict[str, Any]:

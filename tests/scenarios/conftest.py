@@ -34,12 +34,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def _cheap(model: Path, policy: str) -> dict[str, Any]:
+def _cheap(model: Path, policy: str, folder: Path) -> dict[str, Any]:
     """One `reference` replica in each role and a budget of a few tiny pages."""
     engine = {"chunk_tokens": 64}
     return {
         "api": {"model": model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 18},
+        "capture": {"folder": folder / "captures"},
         "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 5},
         "workers": [
             worker("ref-p", "reference", model, "prefill", lease_s=LEASE_S, engine_settings=engine),
@@ -51,14 +52,16 @@ def _cheap(model: Path, policy: str) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def cheap(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """Two `reference` replicas under policy `fail`: what goes wrong is seen."""
-    with system(_cheap(tiny_model, "fail"), tmp_path_factory.mktemp("cheap")) as running:
+    folder = tmp_path_factory.mktemp("cheap")
+    with system(_cheap(tiny_model, "fail", folder), folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def lenient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """The same under policy `recompute`, the default."""
-    with system(_cheap(tiny_model, "recompute"), tmp_path_factory.mktemp("lenient")) as running:
+    folder = tmp_path_factory.mktemp("lenient")
+    with system(_cheap(tiny_model, "recompute", folder), folder) as running:
         yield running
 
 
@@ -70,11 +73,13 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     if not (MODEL / "config.json").exists():
         pytest.fail(f"{MODEL} is missing: make models")
     assert importlib.util.find_spec("openai"), "the dev extra is not installed"
+    folder = tmp_path_factory.mktemp("real")
     settings = {
         "api": {"model": MODEL, "port": free_port()},
         "broker": {"budget_bytes": 8 << 20},
+        "capture": {"folder": folder / "captures"},
         "handoff": {"failure_policy": "fail"},
         "workers": [worker(f"{engine}-0", engine, MODEL) for engine in ("vllm", "mlx", "reference")],
     }
-    with system(settings, tmp_path_factory.mktemp("real")) as running:
+    with system(settings, folder) as running:
         yield running

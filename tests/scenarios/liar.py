@@ -2,7 +2,8 @@
 
     python -m tests.scenarios.liar --config settings.json --name liar-0 --fault FAULT
 
-`wrong_page` sends another page's KV with a perfectly valid digest; all other faults damage what goes over the wire.
+`wrong_page` sends wrong KV with perfectly valid digests, `wrong_third_page` does so in the third page only; all
+other faults damage what goes over the wire.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,13 +33,16 @@ NAME = "liar"
 
 
 class LyingPrefill:
-    """Every page is page 0's numbers turned around: finite, well-formed, and wrong."""
+    """Some pages come with their numbers turned around: finite, well-formed, and wrong."""
 
-    def __init__(self, honest: Prefill) -> None:
+    def __init__(self, honest: Prefill, pages: Collection[int]) -> None:
         self._honest = honest
+        self._wrong = pages
 
     def read(self, index: int) -> Page:
         page = self._honest.read(index)
+        if index not in self._wrong:
+            return page
         data = np.zeros_like(page.data)
         data[..., : page.tokens, :] = -page.data[..., : page.tokens, :][..., ::-1]
         return replace(page, data=data)
@@ -48,11 +52,12 @@ class LyingPrefill:
 
 
 class LyingEngine:
-    def __init__(self, honest: Engine) -> None:
+    def __init__(self, honest: Engine, pages: Collection[int]) -> None:
         self._honest = honest
+        self._wrong = pages
 
     def prefill(self, request: Request) -> LyingPrefill:
-        return LyingPrefill(self._honest.prefill(request))
+        return LyingPrefill(self._honest.prefill(request), self._wrong)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._honest, name)
@@ -101,6 +106,9 @@ FAULTS: dict[str, Callable[[LyingFrames, Frame], Frame]] = {
 }
 
 
+WRONG_PAGES: dict[str, Collection[int]] = {"wrong_page": range(1 << 20), "wrong_third_page": {2}}
+
+
 def frames(fault: str) -> Callable[..., Any]:
     """What takes FrameWriter's place in the prefill stage."""
 
@@ -119,8 +127,8 @@ def main() -> None:
     settings = config.load(options.config, os.environ)
     mine = next(w for w in settings.workers if w.name == options.name)
     honest = engines.load(mine.engine, mine.model, mine.engine_settings)
-    if options.fault == "wrong_page":
-        engine: Any = LyingEngine(honest)
+    if options.fault in WRONG_PAGES:
+        engine: Any = LyingEngine(honest, WRONG_PAGES[options.fault])
     else:
         engine = honest
         setattr(prefill, "FrameWriter", frames(options.fault))  # noqa: B010  # the stage's own import of it
