@@ -17,9 +17,11 @@ CrossfillError
 ├── CaptureError             a stored handoff that is damaged, forged or of a newer version: says where
 ├── CapacityError            come back later
 │   ├── OverloadedError
-│   └── NoReplicaError           nobody alive serves this model or route
+│   ├── NoReplicaError           nobody alive serves this model or route
+│   └── WorkerLostError          a worker died and nobody can go on in its place
 ├── BrokerError              Redis/Valkey is unreachable or refuses
 ├── EngineError              the engine failed this request
+├── QuarantinedError         workers died of it, or beside it, too often: nobody gets it again
 ├── StaleAttemptError        a newer attempt owns this handoff: stop at once, undo nothing of theirs
 ├── DeadlineError            a stage took longer than its deadline
 └── HandoffCancelledError    the client is gone or has cancelled: not a failure
@@ -166,6 +168,12 @@ class NoReplicaError(CapacityError):
     code = "no_replica"
 
 
+class WorkerLostError(CapacityError):
+    """The lease of a worker ended while it took part in a handoff."""
+
+    code = "worker_lost"
+
+
 class BrokerError(CrossfillError):
     code = "broker_unavailable"
     retryable = True
@@ -176,6 +184,16 @@ class EngineError(CrossfillError):
     code = "engine_failed"
     retryable = True
     http_status = 502
+
+
+class QuarantinedError(CrossfillError):
+    """`lost` workers ended while they worked on this handoff: it is not given to another one."""
+
+    code = "quarantined"
+
+    def __init__(self, lost: int) -> None:
+        super().__init__(f"{lost} workers died while they worked on this request: it is not tried again")
+        self.lost = lost
 
 
 class StaleAttemptError(CrossfillError):

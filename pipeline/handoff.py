@@ -30,6 +30,8 @@ class State(StrEnum):
 class Event(StrEnum):
     START = "start"
     ACCEPT = "accept"
+    RESEND = "resend"
+    TAKEOVER = "takeover"
     IMPORT = "import"
     COMMIT = "commit"
     EMIT = "emit"
@@ -62,6 +64,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ACCEPTED, Event.START): State.ACCEPTED,  # a new attempt of P
     (State.ACCEPTED, Event.ACCEPT): State.ACCEPTED,  # and the fresh accept it needs
     (State.STREAMING, Event.START): State.STREAMING,
+    # P's attempt is lost: another one is queued, D keeps what it has imported
+    **{(state, Event.RESEND): state for state in (State.CREATED, State.ADMITTED, State.ACCEPTED, State.STREAMING)},
+    **{(state, Event.TAKEOVER): State.CREATED for state in _LIVE},  # D's attempt is lost: another D begins anew
     (State.STREAMING, Event.ACCEPT): State.ACCEPTED,
     (State.ACCEPTED, Event.IMPORT): State.STREAMING,
     (State.STREAMING, Event.IMPORT): State.STREAMING,

@@ -7,7 +7,8 @@ explicit values for every sampling field: an engine's own default never leaks in
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 # What an engine may lack. Everything else of a Sampling every engine can do.
@@ -48,6 +49,12 @@ class Sampling:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
+    def resumable(self) -> bool:
+        """Whether an answer cut off after some tokens can be continued as prompt + tokens: nothing of it depends on
+        which of them were prompt, and there is one answer only."""
+        return self.n == 1 and self.grammar is None and not (self.presence_penalty or self.frequency_penalty)
+
+    @property
     def needs(self) -> frozenset[str]:
         """The FEATURES that the engines must have for this."""
         asked = {
@@ -81,6 +88,17 @@ class Request:
     def transfer_tokens(self) -> int:
         """Tokens whose KV D needs from outside: all but the last, where D computes that one itself."""
         return len(self.token_ids) - (not self.first_token)
+
+
+def resumed(request: Request, emitted: Sequence[int]) -> Request:
+    """`request` as whoever continues it must see it: what was answered so far is prompt, and counts as answered."""
+    before = request.sampling
+    sampling = replace(
+        before,
+        max_tokens=before.max_tokens - len(emitted),
+        min_tokens=max(0, before.min_tokens - len(emitted)),
+    )
+    return replace(request, token_ids=(*request.token_ids, *emitted), sampling=sampling)
 
 
 def encode(request: Request) -> str:

@@ -6,18 +6,20 @@ picked by name (its load is known); a prefill engine by its queue, which any rep
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pipeline.broker import keys
 from pipeline.contract import Contract, require_equal
 from pipeline.errors import (
     ContextLengthError,
+    ContractMismatchError,
     CrossfillError,
     InvalidParameterError,
     NoReplicaError,
+    RequestError,
     UnsupportedFeatureError,
 )
 
@@ -117,6 +119,56 @@ def choose(
     return _route(decoder, prefill, contract.digest)
 
 
+def resend(
+    replicas: Iterable[Candidate],
+    contract: Contract,
+    tokens: int,
+    route: Route,
+    *,
+    elsewhere: bool = False,
+    drawn: frozenset[str] = frozenset(),
+) -> Route | None:
+    """`route` with a prefill engine that is alive now, its own first; None where none is but the decoder itself.
+
+    `tokens` of context must fit. `elsewhere`: its own engine is no choice. `drawn`: features that P needs.
+    """
+    able = [
+        replica
+        for replica in _serving(replicas, contract)
+        if _prefills(replica) and replica.name != route.decode_replica and tokens < replica.contract.context_length
+        if drawn <= replica.features
+    ]
+    if elsewhere:
+        able = [replica for replica in able if replica.engine != route.prefill_engine]
+    if not able:
+        return None
+    best = min(able, key=lambda r: (r.engine != route.prefill_engine, _prefill_load(r), r.name)).engine
+    return replace(route, prefill_engine=best, prefill_queue=prefill_queue(best, contract.digest))
+
+
+def take_over(
+    replicas: Iterable[Candidate], contract: Contract, tokens: int, lost: Route, needs: frozenset[str] = frozenset()
+) -> Route:
+    """The route that goes on where `lost` cannot: the same engines where they live, else others.
+
+    `tokens` of context must fit. Raises NoReplicaError.
+    """
+    alive = list(replicas)
+    same = Wish(lost.prefill_engine, lost.decode_engine, local=lost.prefill_engine is None)
+    for wish in (same, Wish(decode=lost.decode_engine), Wish(prefill=lost.prefill_engine), Wish()):
+        with contextlib.suppress(NoReplicaError, RequestError, ContractMismatchError):
+            return choose(alive, contract, tokens, wish, known=same.engines, needs=needs)
+    raise NoReplicaError("no other decode replica is alive for this model")
+
+
+def _serving(replicas: Iterable[Candidate], contract: Contract) -> list[Candidate]:
+    return [r for r in replicas if not r.load.get("draining") and r.contract.digest == contract.digest]
+
+
+def _prefills(replica: Candidate) -> bool:
+    return _has(replica, "prefill") and replica.can_prefill
+
+
 def _require_same_model(alive: Sequence[Candidate], contract: Contract, wish: Wish) -> None:
     """A replica of a wished engine (any engine without a wish) that differs is named with the fields that do."""
     for replica in alive:
@@ -195,7 +247,7 @@ def _prefill_engine(
     `drawn`: what P needs for the first token, where it draws that. Any replica of the engine may take the job, so
     every one of them must be able.
     """
-    able = [r for r in serving if _has(r, "prefill") and r.can_prefill]
+    able = [r for r in serving if _prefills(r)]
     if wanted:
         of_engine = [replica for replica in able if replica.engine == wanted]
         if not of_engine:
@@ -215,10 +267,20 @@ def _prefill_load(replica: Candidate) -> float:
     return replica.load.get("prefill_running", 0) / max(replica.slots, 1)
 
 
+def decode_queue(replica_name: str) -> str:
+    """Every decode replica has a queue of its own."""
+    return f"decode.{replica_name}"
+
+
+def prefill_queue(engine: str, contract_digest: str) -> str:
+    """One queue for all prefill replicas of an engine and a model."""
+    return f"prefill.{engine}.{contract_digest[:8]}"
+
+
 def queues(replica: Candidate) -> list[str]:
     """The queues that `replica` takes jobs from."""
-    prefill = [keys.prefill_queue(replica.engine, replica.contract.digest)] if _has(replica, "prefill") else []
-    return prefill + ([keys.decode_queue(replica.name)] if _has(replica, "decode") else [])
+    prefill = [prefill_queue(replica.engine, replica.contract.digest)] if _has(replica, "prefill") else []
+    return prefill + ([decode_queue(replica.name)] if _has(replica, "decode") else [])
 
 
 def _has(replica: Candidate, role: str) -> bool:
@@ -228,8 +290,8 @@ def _has(replica: Candidate, role: str) -> bool:
 def _route(decoder: Candidate, prefill: str | None, contract_digest: str) -> Route:
     return Route(
         prefill_engine=prefill,
-        prefill_queue=keys.prefill_queue(prefill, contract_digest) if prefill else None,
+        prefill_queue=prefill_queue(prefill, contract_digest) if prefill else None,
         decode_replica=decoder.name,
-        decode_queue=keys.decode_queue(decoder.name),
+        decode_queue=decode_queue(decoder.name),
         decode_engine=decoder.engine,
     )

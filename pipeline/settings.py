@@ -88,7 +88,9 @@ class ApiSettings(ModelSettings):
 class HandoffSettings(_Section):
     """Deadlines of a handoff, seconds, and what happens when a transfer fails."""
 
-    failure_policy: Literal["recompute", "fail"] = "recompute"
+    failure_policy: Literal["recompute", "fail"] = "recompute"  # once the retries are used up
+    retries: int = Field(2, ge=0)  # how often another P sends a prompt again, and how often another D takes over
+    quarantine_after: int = Field(2, ge=1)  # workers lost while they worked on one handoff; then it fails for good
     queue_s: float = 60.0
     accept_s: float = 60.0
     progress_s: float = 60.0

@@ -15,7 +15,7 @@ from pipeline import handoff
 from pipeline.broker import channel, keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
-from pipeline.broker.ledger import Ledger
+from pipeline.broker.ledger import Change, Ledger
 from pipeline.broker.record import Accept
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError
@@ -70,7 +70,15 @@ def test_no_token_before_commit() -> None:
             "start start accept import import commit emit emit finish",
             "admitted admitted accepted streaming streaming committed decoding decoding finished",
         ),
-        ("start accept import start accept import", "admitted accepted streaming streaming accepted streaming"),
+        (
+            "start accept import resend start accept import",
+            "admitted accepted streaming streaming streaming accepted streaming",
+        ),
+        (
+            "start start accept import commit emit takeover start accept import commit emit finish",
+            "admitted admitted accepted streaming committed decoding created admitted accepted streaming committed "
+            "decoding finished",
+        ),
         ("start accept commit finish", "admitted accepted committed finished"),
         (
             "start commit emit cancel drain cancel release",
@@ -80,7 +88,16 @@ def test_no_token_before_commit() -> None:
         ("start cancel fail", "admitted cancelling failed"),
         ("start accept import commit emit fail", "admitted accepted streaming committed decoding failed"),
     ],
-    ids=["whole", "new attempt of P", "held", "local, cancelled", "cancelled early", "failed at the end", "failed"],
+    ids=[
+        "whole",
+        "new attempt of P",
+        "another D",
+        "held",
+        "local, cancelled",
+        "cancelled early",
+        "failed at the end",
+        "failed",
+    ],
 )
 def test_lives(events: str, states: str) -> None:
     state, seen = State.CREATED, []
@@ -150,9 +167,15 @@ class Life:
             attempt = int(self.client.hget(self.record, f"{role}_attempt") or 0)
             self.ledger.leave(self.id, "prefill" if role == "prefill" else "decode", attempt)
 
+    def _reassign(self, event: Event) -> None:
+        if not self.ledger.reassign(self.id, event, lambda record: Change({}, ("nothing",), lambda pipe: None)):
+            raise IllegalTransitionError(self.state, event)
+
     _VERBS: Mapping[Event, Callable[[Life], object]] = {
-        Event.START: lambda life: life.ledger.enter(life.id, "prefill", "p@1"),
+        Event.START: lambda life: life.ledger.enter(life.id, "prefill", "p@1", "its token"),
         Event.ACCEPT: lambda life: life.ledger.accept(life.id, Accept(1, 1, 0), {}),
+        Event.RESEND: lambda life: life._reassign(Event.RESEND),
+        Event.TAKEOVER: lambda life: life._reassign(Event.TAKEOVER),
         Event.IMPORT: lambda life: life.ledger.advance(life.id, "decode", 1, Event.IMPORT),
         Event.COMMIT: lambda life: life.ledger.advance(life.id, "decode", 1, Event.COMMIT),
         Event.EMIT: lambda life: life._emit(None),

@@ -117,3 +117,24 @@ GOOD = json.loads(request.encode(Request("h", (1,), Sampling(1))))
 def test_what_is_no_request_is_refused(raw: str) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         request.decode(raw)
+
+
+def test_what_is_continued_counts_what_was_said_as_prompt_and_as_answered() -> None:
+    asked = Request("ab", (1, 2), Sampling(max_tokens=5, min_tokens=2, seed=7), salt="s", first_token=True)
+    goes_on = Request("ab", (1, 2, 8, 9, 8), Sampling(max_tokens=2, min_tokens=0, seed=7), salt="s", first_token=True)
+    assert request.resumed(asked, [8, 9, 8]) == goes_on
+    assert request.resumed(asked, []) == asked
+
+
+@pytest.mark.parametrize(
+    ("sampling", "resumable"),
+    [
+        ({"repetition_penalty": 1.2, "min_tokens": 3, "logprobs": 2, "seed": 1}, True),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False),
+        ({"grammar": "{}"}, False),
+        ({"n": 2}, False),
+    ],
+)
+def test_an_answer_is_resumable_where_nothing_counts_only_samples(sampling: dict[str, Any], resumable: bool) -> None:
+    assert Sampling(max_tokens=5, **sampling).resumable is resumable

@@ -22,9 +22,9 @@ from pipeline.api.relay import Model
 from pipeline.broker import connect, queue, stream
 from pipeline.broker.channel import TokenEntry, TokenHub, TokenReader
 from pipeline.broker.clock import BrokerClock
+from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
-from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.registry import Registry, Replica
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
@@ -49,6 +49,7 @@ class BrokerBackend:
         clock = BrokerClock(self._client)
         self._ledger = Ledger(self._client, self._client, clock, settings)
         self._registry = Registry(self._client)
+        self._dispatch = Dispatch(self._client, self._ledger, self._registry, settings)
         self._janitor = Janitor(self._client, self._client, self._ledger, self._registry, clock, settings)
         self._owner = f"api-{uuid.uuid4().hex}"
         self._pending: Counter[str] = Counter()  # decode replica -> handoffs of ours that have not ended
@@ -113,12 +114,7 @@ class BrokerBackend:
         replicas = self._registry.list()
         route = self._route(replicas, request, wish, model)
         request = _fitted(request, next(r for r in replicas if r.name == route.decode_replica))
-
-        def enqueue(pipe: Any) -> None:
-            for spec in self._jobs(request, route, model):
-                queue.enqueue(pipe, self._client, spec, self._settings.broker)
-
-        self._ledger.create(request, model.contract, asdict(route), self._owner, enqueue)
+        self._dispatch.begin(request, model.contract, route, self._owner, model.name)
         return route
 
     def _route(self, replicas: list[Replica], request: Request, wish: Wish, model: Model) -> Route:
@@ -135,13 +131,6 @@ class BrokerBackend:
 
     def _serves_another(self, replica: Replica, model: Model) -> bool:
         return replica.contract.digest in self._digests - {model.contract.digest}
-
-    def _jobs(self, request: Request, route: Route, model: Model) -> list[JobSpec]:
-        meta = {"model": model.name, "route": str(route)}
-        jobs = [JobSpec(route.decode_queue, DECODE_JOB, request.handoff_id, meta)]
-        if route.prefill_queue:
-            jobs.append(JobSpec(route.prefill_queue, PREFILL_JOB, request.handoff_id, meta))
-        return jobs
 
     def _status(self) -> dict[str, Any]:
         replicas = self._registry.list()

@@ -6,28 +6,27 @@ RQ cannot be the failure detector of a latency system (its heartbeats are minute
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from redis import Redis
 
+from pipeline import routing
 from pipeline.broker import keys, queue, stream
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
-from pipeline.broker.ledger import Ledger
-from pipeline.broker.record import ROLES, Snapshot
+from pipeline.broker.dispatch import Dispatch
+from pipeline.broker.ledger import Fields, Ledger
+from pipeline.broker.record import LOST, ROLES, Role, Snapshot
 from pipeline.broker.registry import Registry
-from pipeline.errors import DeadlineError, EngineError, NoReplicaError
-from pipeline.handoff import TERMINAL
+from pipeline.errors import CrossfillError, DeadlineError, NoReplicaError, QuarantinedError, WorkerLostError
+from pipeline.handoff import TERMINAL, State
 from pipeline.settings import Settings
 
 _log = logging.getLogger(__name__)
 _GRACE_MS = 1000.0  # a release between two round trips is not an orphan
-
-
-class WorkerLostError(EngineError):
-    """The worker's lease ended while it took part in a handoff."""
-
-    code = "worker_lost"
+_OVER = TERMINAL | {State.CANCELLING, State.DRAINING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,14 @@ class Janitor:
     clock: BrokerClock
     settings: Settings
 
+    @property
+    def dispatch(self) -> Dispatch:
+        return Dispatch(self.client, self.ledger, self.registry, self.settings)
+
     def sweep(self) -> int:
         """Look at every live handoff and every lease once; returns how many handoffs it had to touch."""
-        touched = sum(self._tend(handoff_id) for handoff_id in self.ledger.live())
+        served = cache(self._served)  # asked once at most, and only where a prompt waits
+        touched = sum(self._tend(handoff_id, served) for handoff_id in self.ledger.live())
         stream.reap(self.pages)
         self._forget_replicas()
         return touched
@@ -56,34 +60,55 @@ class Janitor:
             queue.tidy(self.client, [keys.decode_queue(name)])
             self.registry.withdraw(name)
 
-    def _tend(self, handoff_id: str) -> bool:
+    def _served(self) -> frozenset[str]:
+        """Queues that somebody alive takes jobs from; one that an operator drains does where no other is."""
+        return frozenset(name for replica in self.registry.list() for name in routing.queues(replica))
+
+    def _tend(self, handoff_id: str, served: Callable[[], frozenset[str]]) -> bool:
         """One record that cannot be read (a newer version's, say) must not keep all others waiting: its TTL ends it."""
         try:
-            return self._settle(handoff_id)
+            return self._settle(handoff_id, served)
         except (KeyError, TypeError, ValueError) as error:
             _log.warning("the record of handoff %s is not readable: %s: %s", handoff_id, type(error).__name__, error)
             return False
 
-    def _settle(self, handoff_id: str) -> bool:
+    def _settle(self, handoff_id: str, served: Callable[[], frozenset[str]]) -> bool:
         seen = self.ledger.peek(handoff_id)
         if seen is None:
             self.ledger.release(handoff_id)
             return True
-        if self._lost(seen) or self._orphaned(seen) or self._overdue(seen):
+        if self._lost(seen) or self._orphaned(seen) or self._overdue(seen) or self._stranded(seen, served):
             return True
         return self._unreleased(seen)
 
     def _lost(self, seen: Snapshot) -> bool:
-        """A participant whose lease has ended leaves by our hand; D's death ends the handoff."""
-        lost = [role for role in ROLES if (worker := seen.worker(role)) and not self._lives(worker)]
-        for role in lost:
-            error = ErrorInfo.of(WorkerLostError(f"{role} worker {seen.worker(role)} is gone"))
-            attempt = seen.number(f"{role}_attempt")
-            _log.warning("handoff %s: %s", seen.handoff_id, error.message)
-            if role == "decode":
-                self.ledger.fail(seen.handoff_id, error, attempt)
-            self.ledger.leave(seen.handoff_id, role, attempt, error=error)
+        """A participant whose lease has ended leaves by our hand. D alone judges the loss of P; for D, another takes
+        over."""
+        lost = {role: worker for role in ROLES if (worker := seen.worker(role)) and not self._lives(worker)}
+        for role, worker in lost.items():
+            _log.warning("handoff %s: %s worker %s is gone", seen.handoff_id, role, worker)
+        if "decode" in lost and seen.state not in _OVER:
+            self._take_over(seen, lost)
+        else:
+            for role, worker in lost.items():
+                self._leave(seen, role, worker)
         return bool(lost)
+
+    def _leave(self, seen: Snapshot, role: Role, worker: str) -> None:
+        attempt = seen.attempt(role)
+        error = ErrorInfo.of(WorkerLostError(f"{role} worker {worker} is gone"))
+        death, record = f"{LOST}{role}_{attempt}", self.ledger.load(seen.handoff_id)
+        fields: Fields = {death: worker, "lost_workers": record.lost_with({death}) if record else 1}
+        self.ledger.leave(seen.handoff_id, role, attempt, error=error, fields=fields)
+
+    def _take_over(self, seen: Snapshot, lost: dict[Role, str]) -> None:
+        attempt = seen.attempt("decode")
+        try:
+            self.dispatch.take_over(seen.handoff_id, attempt, lost)
+        except (NoReplicaError, QuarantinedError) as error:
+            self.ledger.fail(seen.handoff_id, ErrorInfo.of(_told(error, lost.get("decode"))), attempt)
+            for role, worker in lost.items():
+                self._leave(seen, role, worker)
 
     def _lives(self, worker: str) -> bool:
         """Asked for each one, right before acting: a replica may have registered since."""
@@ -98,24 +123,44 @@ class Janitor:
         return True
 
     def _overdue(self, seen: Snapshot) -> bool:
-        """Past a deadline, or waiting for a decode replica that is dead."""
+        """Past a deadline, or left by its decode replica, or waiting for one that will not come."""
         if seen.state in TERMINAL:
             return False
-        error = self._late(seen, (self.clock.now_ms() - float(seen.fields["at_created"])) / 1000)
-        if error is not None:
-            self.ledger.fail(seen.handoff_id, error)
-        return error is not None
+        deserted = seen.state not in _OVER and self._deserted(seen)
+        if (error := self._late(seen)) is not None:
+            self.ledger.fail(seen.handoff_id, ErrorInfo.of(error))
+        elif deserted:
+            self._take_over(seen, {})
+        return deserted or error is not None
 
-    def _late(self, seen: Snapshot, age_s: float) -> ErrorInfo | None:
+    def _late(self, seen: Snapshot) -> CrossfillError | None:
         limits = self.settings.handoff
-        waiting = seen.number("decode_attempt") == 0
-        if waiting and self.registry.holder(str(seen.route["decode_replica"])) is None:
-            return ErrorInfo.of(NoReplicaError("the decode replica is gone"))
-        if waiting and age_s > limits.queue_s:
-            return ErrorInfo.of(DeadlineError(f"no decode worker took the request within {limits.queue_s:g} s"))
-        if age_s > limits.total_s:
-            return ErrorInfo.of(DeadlineError(f"the request took longer than {limits.total_s:g} s"))
+        if not seen.begun("decode") and self._age_s(seen, "at_dispatched") > limits.queue_s:
+            return DeadlineError(f"no decode worker took the request within {limits.queue_s:g} s")
+        if self._age_s(seen, "at_created") > limits.total_s:
+            return DeadlineError(f"the request took longer than {limits.total_s:g} s")
         return None
+
+    def _age_s(self, seen: Snapshot, since: str) -> float:
+        return (self.clock.now_ms() - float(seen.fields.get(since) or seen.fields["at_created"])) / 1000
+
+    def _deserted(self, seen: Snapshot) -> bool:
+        """D has left it unfinished, or will never begin it."""
+        if seen.begun("decode"):
+            return seen.worker("decode") is None
+        return self.registry.holder(str(seen.route["decode_replica"])) is None
+
+    def _stranded(self, seen: Snapshot, served: Callable[[], frozenset[str]]) -> bool:
+        """P's job waits in a queue that nobody alive takes jobs from: D is told, and looks elsewhere."""
+        name = seen.route["prefill_queue"]
+        if seen.state in _OVER or name is None or seen.begun("prefill"):
+            return False
+        if name in served():
+            return False
+        attempt, error = seen.attempt("prefill"), NoReplicaError("no prefill replica of its engine is alive any more")
+        fields = {"prefill_begun": f"{attempt}."}
+        self.ledger.leave(seen.handoff_id, "prefill", attempt, error=ErrorInfo.of(error), fields=fields)
+        return True
 
     def _unreleased(self, seen: Snapshot) -> bool:
         """Ended and deserted, but the last worker out died before it could release."""
@@ -125,3 +170,10 @@ class Janitor:
             return False
         self.ledger.release(seen.handoff_id)
         return True
+
+
+def _told(error: CrossfillError, worker: str | None) -> CrossfillError:
+    """What the client reads when nobody can go on in the place of `worker`."""
+    if worker is None or isinstance(error, QuarantinedError):
+        return error
+    return WorkerLostError(f"decode worker {worker} is gone, and nobody can go on in its place: {error}")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.routing import decode_queue as decode_queue  # RQ's queues are named by a route
+from pipeline.routing import prefill_queue as prefill_queue
+
 PREFIX = "cf"
 
 # page server, one each
@@ -91,11 +94,3 @@ def probe(name: str) -> str:
 
 def owner(api_id: str) -> str:
     return f"{PREFIX}:owner:{api_id}"  # string with PX: an API process is alive
-
-
-def decode_queue(replica_name: str) -> str:
-    return f"decode.{replica_name}"
-
-
-def prefill_queue(engine: str, contract_digest: str) -> str:
-    return f"prefill.{engine}.{contract_digest[:8]}"

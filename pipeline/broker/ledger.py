@@ -7,17 +7,19 @@ Workers `enter` and `leave`; the last one out releases. Every record carries a T
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import WatchError
 
 from pipeline import contract as contracts
 from pipeline import request as requests
-from pipeline.broker import keys, stream
+from pipeline.broker import channel, keys, stream
 from pipeline.broker import record as records
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
@@ -25,14 +27,24 @@ from pipeline.broker.connect import translate
 from pipeline.broker.record import Accept, Record, Role, Snapshot
 from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
-from pipeline.errors import HandoffCancelledError, StaleAttemptError
-from pipeline.handoff import TERMINAL, Event, IllegalTransitionError, State, sources
+from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptError
+from pipeline.handoff import TERMINAL, Event, IllegalTransitionError, State, after, can, sources
 from pipeline.request import Request
 from pipeline.settings import Settings
 
 Fields = Mapping[str, str | int | float]
 RECENT_KEPT = 256  # traces of ended handoffs
 _TOMBSTONE_MS = 30_000  # how long an ended record waits for an API that died
+_REFUSALS = {b"gone": "gone", b"taken": "begun by another worker", b"moved": "with another replica by now"}
+_TRIES = 8  # at a change of a record that others write to all the while
+
+
+class Change(NamedTuple):
+    """What `reassign` writes: fields, fields to drop, and jobs into the same transaction."""
+
+    fields: Fields
+    drop: tuple[str, ...]
+    enqueue: Callable[[Pipeline], object]
 
 
 class Ledger:
@@ -71,6 +83,8 @@ class Ledger:
             "owner": owner,
             "prompt_tokens": len(request.token_ids),
             "at_created": now,
+            "decode_attempt": 1,
+            "prefill_attempt": 1 if route.get("prefill_queue") else 0,
         }
         with translate(), self._client.pipeline(transaction=True) as pipe:
             pipe.multi()  # RQ wants to find the transaction begun
@@ -79,6 +93,37 @@ class Ledger:
             pipe.zadd(keys.LIVE, {request.handoff_id: now})
             enqueue(pipe)
             pipe.execute()
+
+    def reassign(self, handoff_id: str, event: Event, change: Callable[[Record], Change | None]) -> bool:
+        """Move it by `event` and queue new jobs, as `change` says of the record as it is, in one transaction.
+
+        False when it is gone or has ended, `change` says None, or others write to it all the while: look again later.
+        """
+        with translate(), self._client.pipeline(transaction=True) as pipe:
+            for _ in range(_TRIES):
+                try:
+                    return self._reassign(pipe, handoff_id, event, change)
+                except WatchError:
+                    continue
+        return False
+
+    def _reassign(
+        self, pipe: Pipeline, handoff_id: str, event: Event, change: Callable[[Record], Change | None]
+    ) -> bool:
+        """Raises WatchError when the record was written to meanwhile."""
+        names = keys.HandoffKeys(handoff_id)
+        pipe.watch(names.record)
+        record = self.load(handoff_id)
+        if record is None or not can(record.state, event) or (changed := change(record)) is None:
+            return False
+        pipe.multi()
+        mapping = {**changed.fields, "state": after(record.state, event), "at_dispatched": self._clock.now_ms()}
+        pipe.hset(names.record, mapping=mapping)  # type: ignore[arg-type]
+        pipe.hdel(names.record, *changed.drop)
+        changed.enqueue(pipe)
+        pipe.publish(names.events, event)
+        pipe.execute()
+        return True
 
     def own(self, owner: str, ttl_s: float) -> None:
         """The API process `owner` is alive for another `ttl_s`: nobody works for a dead one."""
@@ -147,21 +192,35 @@ class Ledger:
             raw: Any = self._client.hgetall(keys.HandoffKeys(handoff_id).record)
         return records.record(handoff_id, {k.decode(): v.decode() for k, v in raw.items()}) if raw else None
 
+    def request_of(self, record: Record) -> Request:
+        """The client's request, continued by what the decode replicas before the present one have emitted."""
+        if not record.resumed:
+            return record.request
+        with translate():
+            raw: Any = self._client.lrange(keys.HandoffKeys(record.handoff_id).tokens, 0, -1)
+        emitted = [token for entry in raw for token in channel.decode(entry).token_ids]
+        if len(emitted) < record.resumed:
+            raise BrokerError(f"the token log of handoff {record.handoff_id} has lost entries: it cannot go on")
+        return requests.resumed(record.request, emitted[: record.resumed])
+
     def peek(self, handoff_id: str) -> Snapshot | None:
         """State and the small fields, without the prompt; None when it is gone."""
         with translate():
             values: Any = self._client.hmget(keys.HandoffKeys(handoff_id).record, records.SMALL)
         return records.snapshot(handoff_id, values)
 
-    def enter(self, handoff_id: str, role: Role, worker: str) -> tuple[int, Record]:
-        """Begin one role; returns the attempt that fences it. Raises HandoffCancelledError: nothing is left to do."""
+    def enter(self, handoff_id: str, role: Role, worker: str, token: str = "") -> tuple[int, Record]:
+        """Begin the job of one role; returns the attempt that fences it. `token` makes a repeat of a call one.
+
+        `worker` is `replica@incarnation`. Raises HandoffCancelledError: nothing is left to do, or not by this one.
+        """
         names = keys.HandoffKeys(handoff_id)
+        replica = worker.rpartition("@")[0] if role == "decode" else ""
+        args = [role, worker, _table(Event.START), self._clock.now_ms(), token or secrets.token_hex(8), replica]
         with translate():
-            status, *rest = self._scripts.run(
-                "enter", [names.record, names.events], [role, worker, _table(Event.START), self._clock.now_ms()]
-            )
+            status, *rest = self._scripts.run("enter", [names.record, names.events], args)
         if status != b"ok":
-            raise HandoffCancelledError(f"handoff {handoff_id} is {rest[0].decode() if rest else 'gone'}")
+            raise HandoffCancelledError(f"handoff {handoff_id} is {_REFUSALS.get(status) or rest[0].decode()}")
         flat = [item.decode() for item in rest[1]]
         record = records.record(handoff_id, dict(zip(flat[::2], flat[1::2], strict=True)))
         return int(rest[0]), record

@@ -6,7 +6,7 @@ A `Snapshot` is the small part (no prompt), read twice a second by everybody who
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from pipeline.request import Request
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+LOST = "lost_"  # + role and attempt: the worker that died in it; a field each, so that no death counts twice
 SMALL = (
     "state",
     "route",
@@ -28,7 +29,8 @@ SMALL = (
     "recomputed",
     "capture",
     "at_created",
-    *(f"{role}_{what}" for role in ROLES for what in ("attempt", "worker", "error")),
+    "at_dispatched",
+    *(f"{role}_{what}" for role in ROLES for what in ("attempt", "begun", "worker", "error")),
 )
 
 MARKS = (
@@ -46,7 +48,16 @@ MARKS = (
     "first_token",
     "finished",
 )
-COUNTS = ("pages", "bytes", "imported_tokens", "reused_tokens", "tokens")
+COUNTS = (
+    "pages",
+    "bytes",
+    "imported_tokens",
+    "reused_tokens",
+    "tokens",
+    "resent",
+    "taken_over",
+    "lost_workers",
+)
 SHOWN = (  # all that a trace is made of
     *SMALL,
     "prompt_tokens",
@@ -101,6 +112,14 @@ class Snapshot:
     def number(self, name: str) -> int:
         return int(float(self.fields.get(name, 0)))
 
+    def attempt(self, role: Role) -> int:
+        """Of the job that was queued last; 0 where none ever was."""
+        return self.number(f"{role}_attempt")
+
+    def begun(self, role: Role) -> bool:
+        """The job that was queued last has been begun (or given up), so that nobody will begin it."""
+        return self.fields.get(f"{role}_begun", "0.").partition(".")[0] == str(self.attempt(role))
+
     def worker(self, role: Role) -> str | None:
         """`replica@incarnation` that takes part now."""
         return self.fields.get(f"{role}_worker")
@@ -113,10 +132,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Record(Snapshot):
-    """All of it."""
+    """All of it. `request` is the client's."""
 
     request: Request
     contract: Contract
+
+    @property
+    def resumed(self) -> int:
+        """Tokens that decode replicas before the present one have emitted."""
+        return self.number("resumed")
+
+    def lost_with(self, deaths: Collection[str] = ()) -> int:
+        """How many workers have died while they took part; `deaths` are fields that may not be in it yet."""
+        return len({name for name in self.fields if name.startswith(LOST) and name != "lost_workers"} | {*deaths})
 
 
 def snapshot(handoff_id: str, values: list[bytes | None], names: Sequence[str] = SMALL) -> Snapshot | None:

@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 
 from pipeline.broker import keys
 from pipeline.broker.ledger import Ledger
-from pipeline.broker.record import Snapshot
-from pipeline.errors import BrokerError, DeadlineError, HandoffCancelledError
+from pipeline.broker.record import Role, Snapshot
+from pipeline.errors import BrokerError, DeadlineError, HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import TERMINAL, State
 
 T = TypeVar("T")
@@ -40,6 +40,12 @@ class Watch:
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
+        self._part: tuple[Role, int] | None = None
+        self._stale = False
+
+    def belong(self, role: Role, attempt: int) -> None:
+        """This thread's part: it is over as well when another attempt of `role` has replaced it."""
+        self._part = role, attempt
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -57,14 +63,17 @@ class Watch:
         return time.monotonic() - self._looked >= _HEAL_S
 
     def on_over(self, close: Callable[[], None]) -> None:
-        """Call `close`, from another thread, as soon as the handoff is cancelled or has ended."""
+        """Call `close`, from another thread, as soon as the handoff is cancelled, has ended or was taken over."""
         with self._lock:
             self._closers.append(close)
 
     def check(self) -> None:
-        """Raise HandoffCancelledError when there is nothing left to work for. Cheap; call it often."""
+        """Raise HandoffCancelledError when there is nothing left to work for, StaleAttemptError when another one
+        does it. Cheap; call it often."""
         if not self._over.is_set() and self.due:
             self.look()
+        if self._stale:
+            raise StaleAttemptError(f"handoff {self._id} is in the hands of a newer attempt")
         if self._over.is_set():
             raise HandoffCancelledError(f"handoff {self._id} is over")
 
@@ -86,11 +95,13 @@ class Watch:
     def look(self) -> Snapshot | None:
         """Read the ledger now."""
         self._looked = time.monotonic()
-        self._snapshot = self._ledger.peek(self._id)
-        if self._snapshot is None or self._snapshot.state in _ENDING:
+        seen = self._snapshot = self._ledger.peek(self._id)
+        if seen is not None and self._part is not None and seen.attempt(self._part[0]) != self._part[1]:
+            self._stale = True
+        if seen is None or seen.state in _ENDING or self._stale:
             self._over.set()
             self._changed.set()
-        return self._snapshot
+        return seen
 
     def notify(self) -> None:
         """Something happened: wake the waiter, and let the next check look."""

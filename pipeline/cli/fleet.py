@@ -45,6 +45,7 @@ class Fleet:
         self.settings = settings
         self.url = f"http://{_reachable(settings.api.host)}:{settings.api.port}"
         self._directory = directory
+        self._file = directory / "settings.json"  # what the children read
         self._environ = environ
         self._server: EmbeddedServer | None = None
         self._api: Child | None = None
@@ -60,11 +61,20 @@ class Fleet:
         self._directory.mkdir(parents=True, exist_ok=True)
         if "url" not in self.settings.broker.model_fields_set:
             self._own_broker()
-        file = self._directory / "settings.json"
-        config.save(self.settings, file)
+        config.save(self.settings, self._file)
         for worker in self.settings.workers:
-            self._workers.append(self._start_worker(worker, file))
-        self._api = self._spawn(API, Path(sys.executable), ["serve"], file, {})
+            self._workers.append(self._start_worker(worker))
+        self._api = self._start_api()
+
+    def restart(self, each: Child) -> Child:
+        """Start a child that has ended once more; its log begins anew."""
+        if each is self._api:
+            self._api = self._start_api()
+            return self._api
+        worker = next(worker for worker in self.settings.workers if worker.name == each.name)
+        started = self._start_worker(worker)
+        self._workers = [started if other is each else other for other in self._workers]
+        return started
 
     def _own_broker(self) -> None:
         broker = self.settings.broker
@@ -72,16 +82,19 @@ class Fleet:
         broker = broker.model_copy(update={"url": self._server.start()})
         self.settings = self.settings.model_copy(update={"broker": broker})
 
-    def _start_worker(self, worker: WorkerSettings, file: Path) -> Child:
+    def _start_api(self) -> Child:
+        return self._spawn(API, Path(sys.executable), ["serve"], {})
+
+    def _start_worker(self, worker: WorkerSettings) -> Child:
         python = worker.python or Path(sys.executable)
         if not python.exists():
             raise ConfigError(f"workers: {worker.name}: python = {python} does not exist")
         extra = machine.environment(worker, sys.platform)
-        return self._spawn(worker.name, python, ["worker", "--name", worker.name], file, extra)
+        return self._spawn(worker.name, python, ["worker", "--name", worker.name], extra)
 
-    def _spawn(self, name: str, python: Path, command: list[str], file: Path, extra: Mapping[str, str]) -> Child:
+    def _spawn(self, name: str, python: Path, command: list[str], extra: Mapping[str, str]) -> Child:
         parent = ["--parent", str(os.getpid())]
-        argv = [str(python), "-m", "pipeline", command[0], "--config", str(file), *command[1:], *parent]
+        argv = [str(python), "-m", "pipeline", command[0], "--config", str(self._file), *command[1:], *parent]
         env = {**self._environ, **_import_path(self._environ), "PYTHONUNBUFFERED": "1", **extra}
         return Child(name, argv, env, self._directory / f"{name}.log")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, TypeVar
 from pipeline import prefix
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
+from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import Record, Role, Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract, require_equal
 from pipeline.errors import BrokerError, CrossfillError, HandoffCancelledError, PeerError, StaleAttemptError
 from pipeline.handoff import Event, IllegalTransitionError, State
+from pipeline.request import Request
 from pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,19 +44,32 @@ class Services:
     contract: Contract
     settings: Settings
     ledger: Ledger
+    dispatch: Dispatch
     signals: Signals
     clock: BrokerClock
     pages: Redis
 
 
+class PrefillFailedError(PeerError):
+    """P's last attempt failed, or its worker died: `cause` says how."""
+
+    def __init__(self, cause: ErrorInfo) -> None:
+        super().__init__(f"prefill failed: {cause.message}")
+        self.cause = cause
+
+
 @dataclass(slots=True)
 class Part:
-    """One worker's part in one handoff. `fields` are marks and counters, written when it leaves at the latest."""
+    """One worker's part in one handoff. `fields` are marks and counters, written when it leaves at the latest.
+
+    `request` is the client's, continued by what was answered before this attempt.
+    """
 
     services: Services
     role: Role
     attempt: int
     record: Record
+    request: Request
     watch: Watch
     fields: dict[str, str | int | float] = field(default_factory=dict)
 
@@ -63,7 +79,7 @@ class Part:
 
     def addresses(self) -> tuple[list[bytes], bytes]:
         """Content address of every page that is transferred, and of the whole prompt: what P and D must agree on."""
-        request = self.record.request
+        request = self.request
         start = prefix.seed(self.services.contract.digest, request.salt)
         keys = prefix.chain(start, request.token_ids[: request.transfer_tokens])
         return keys, prefix.prompt_digest(start, request.token_ids)
@@ -87,7 +103,7 @@ class Part:
         """D, where nothing comes: raise PeerError when P's last attempt has failed."""
         seen = self.watch.snapshot
         if seen is not None and (error := seen.error("prefill")) is not None:
-            raise PeerError(f"prefill failed: {error.message}")
+            raise PrefillFailedError(error)
 
 
 def require_wanted(seen: Snapshot) -> None:
@@ -103,10 +119,13 @@ def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Par
     HandoffCancelledError when the handoff is gone, over, or its API process is dead.
     """
     with services.signals.watch(handoff_id) as watch:
-        attempt, record = insist(lambda: services.ledger.enter(handoff_id, role, services.worker))
-        part = Part(services, role, attempt, record, watch)
+        token = secrets.token_hex(8)
+        attempt, record = insist(lambda: services.ledger.enter(handoff_id, role, services.worker, token))
+        watch.belong(role, attempt)
+        part = Part(services, role, attempt, record, record.request, watch)
         part.fields[f"{role}_replica"] = services.worker.rpartition("@")[0]
         try:
+            part.request = services.ledger.request_of(record)
             _require_owner(services, record)
             require_equal(services.contract, record.contract)
             yield part

@@ -24,7 +24,8 @@ from pipeline.stages.drain import Part, Services, require_wanted, taking_part
 def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str, object]:
     """P's job. Returns a summary for RQ; raises CrossfillError."""
     with taking_part(services, handoff_id, "prefill") as part:
-        request = part.record.request
+        require_wanted(part.record)
+        request = part.request
         with closing(engine.prefill(request)) as work:
             accept = part.watch.wait_for(
                 lambda seen: _accept_for(seen, part.attempt), services.settings.handoff.accept_s, "accept"
@@ -44,7 +45,7 @@ def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
 
 
 def _send(part: Part, work: Prefill, accept: Accept, writer: PageWriter) -> dict[str, object]:
-    request = part.record.request
+    request = part.request
     work.skip_to(accept.first_page)
     try:
         writer.open()

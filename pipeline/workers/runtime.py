@@ -22,6 +22,7 @@ from pipeline import engines
 from pipeline.broker import keys, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect, connect_blocking, require_ready
+from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
@@ -121,6 +122,7 @@ class Runtime:
             contract=engine.contract,
             settings=settings,
             ledger=ledger,
+            dispatch=Dispatch(client, ledger, self._registry, settings),
             signals=self._signals,
             clock=clock,
             pages=connect(settings.broker.url),

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from redis import Redis
@@ -14,18 +14,20 @@ from redis import Redis
 from pipeline.broker import channel, keys, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
-from pipeline.broker.janitor import Janitor, WorkerLostError
+from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import Accept, Role, Snapshot
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
-from pipeline.errors import DeadlineError, NoReplicaError
+from pipeline.errors import DeadlineError, NoReplicaError, WorkerLostError
 from pipeline.handoff import Attempts, Event, State
 from pipeline.request import Request, Sampling
+from pipeline.routing import Route
 from pipeline.settings import BrokerSettings, HandoffSettings, Settings
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 SETTINGS = Settings(handoff=HandoffSettings(queue_s=60, total_s=600))
+PREFILL = f"prefill.fake.{CONTRACT.digest[:8]}"
 LEASE_S = 60.0
 
 
@@ -45,7 +47,8 @@ class Scene:
 
     def register(self, name: str) -> None:
         self.registries[name] = Registry(self.client)
-        replica = Replica(name, "fake", "both", "m", CONTRACT, slots=1, started_ms=1)
+        role = "prefill" if name.startswith("p") else "decode"
+        replica = Replica(name, "fake", role, "m", CONTRACT, slots=1, started_ms=1)
         self.registries[name].register(replica, LEASE_S)
 
     def die(self, *names: str) -> None:
@@ -55,7 +58,8 @@ class Scene:
 
     def create(self, *, owner: str = "api", age_s: float = 0.0, replica: str = "d-0") -> str:
         request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
-        self.ledger.create(request, CONTRACT, {"decode_replica": replica}, owner, lambda pipe: None)
+        route = Route("fake", PREFILL, replica, f"decode.{replica}", "fake")
+        self.ledger.create(request, CONTRACT, asdict(route), owner, lambda pipe: None)
         self.write(request.handoff_id, at_created=str(self.clock.now_ms() - 1000 * age_s))
         return request.handoff_id
 
@@ -169,13 +173,15 @@ def test_a_lost_worker_of_an_ended_handoff_only_leaves(scene: Scene) -> None:
     assert scene.ledger.live() == []
 
 
-@pytest.mark.parametrize(("role", "state"), [("prefill", State.ACCEPTED), ("decode", State.FAILED)])
+@pytest.mark.parametrize(("role", "state"), [("prefill", State.ACCEPTED), ("decode", State.CREATED)])
 def test_a_process_that_was_restarted_is_not_the_one_that_works(scene: Scene, role: Role, state: State) -> None:
     handoff, name = scene.accepted(), f"{role[0]}-0"
     scene.die(name)
     scene.register(name)
     assert scene.janitor.sweep() == 1
-    assert (scene.seen(handoff).state, scene.seen(handoff).worker(role)) == (state, None)
+    seen = scene.seen(handoff)
+    assert (seen.state, seen.worker(role)) == (state, None)
+    assert seen.route["decode_replica"] == "d-0"  # as good as any other to begin anew
     assert scene.registries[name].holder(name) == scene.registries[name].incarnation
     assert scene.client.sismember(keys.REPLICAS, name) == 1
 
@@ -185,7 +191,7 @@ def test_a_worker_whose_name_has_the_separator_in_it(scene: Scene) -> None:
     handoff = scene.create(replica="d@host")
     scene.enter(handoff, "decode", "d@host")
     assert scene.janitor.sweep() == 0
-    scene.die("d@host")
+    scene.die("d@host", "d-0")
     assert scene.janitor.sweep() == 1
     assert scene.seen(handoff).state is State.FAILED
 

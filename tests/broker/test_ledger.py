@@ -13,10 +13,10 @@ from pipeline.broker import keys, stream
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
-from pipeline.broker.ledger import Ledger
-from pipeline.broker.record import Accept
+from pipeline.broker.ledger import Change, Ledger
+from pipeline.broker.record import Accept, Record
 from pipeline.contract import Contract
-from pipeline.errors import HandoffCancelledError, StaleAttemptError
+from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import Attempts, Event, IllegalTransitionError, State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
@@ -43,6 +43,10 @@ def _admit(ledger: Ledger, handoff: str) -> tuple[int, int]:
     d, _ = ledger.enter(handoff, "decode", "d-0")
     ledger.accept(handoff, Accept(p, d, 0), {})
     return p, d
+
+
+def _another(ledger: Ledger, handoff: str, event: Event, **fields: int) -> bool:
+    return ledger.reassign(handoff, event, lambda record: Change(fields, ("prefill_worker",), lambda pipe: None))
 
 
 def _leftovers(client: Redis) -> list[str]:
@@ -154,6 +158,7 @@ def test_stop_string_finishes_and_later_tokens_do_not_count(ledger: Ledger, hand
 
 def test_a_newer_attempt_fences_the_older(ledger: Ledger, handoff: str) -> None:
     old, _ = ledger.enter(handoff, "decode", "d-0")
+    assert _another(ledger, handoff, Event.TAKEOVER, decode_attempt=2)
     new, _ = ledger.enter(handoff, "decode", "d-1")
     assert (old, new) == (1, 2)
     with pytest.raises(StaleAttemptError):
@@ -164,6 +169,70 @@ def test_a_newer_attempt_fences_the_older(ledger: Ledger, handoff: str) -> None:
     record = ledger.load(handoff)
     assert record is not None
     assert record.worker("decode") == "d-1"
+
+
+def test_a_job_is_begun_once(ledger: Ledger, handoff: str) -> None:
+    """A second job of the same attempt, wherever it comes from, finds nothing to do; a repeated call is the same."""
+    assert ledger.enter(handoff, "decode", "d-0", "token")[0] == 1
+    assert ledger.enter(handoff, "decode", "d-0", "token")[0] == 1
+    with pytest.raises(HandoffCancelledError, match="begun by another worker"):
+        ledger.enter(handoff, "decode", "d-1", "other")
+    ledger.leave(handoff, "decode", 1)
+    with pytest.raises(HandoffCancelledError, match="begun by another worker"):
+        ledger.enter(handoff, "decode", "d-1")
+
+
+def test_a_decode_job_is_for_the_replica_of_the_route(ledger: Ledger, handoff: str) -> None:
+    with pytest.raises(HandoffCancelledError, match="with another replica by now"):
+        ledger.enter(handoff, "decode", "e@1")
+    assert ledger.enter(handoff, "decode", "d@1")[0] == 1
+
+
+def test_no_prefill_job_of_a_local_route_is_begun(ledger: Ledger) -> None:
+    request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1))
+    ledger.create(request, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1", lambda pipe: None)
+    with pytest.raises(HandoffCancelledError, match="begun by another worker"):
+        ledger.enter(request.handoff_id, "prefill", "p@1")
+
+
+def test_a_reassignment_is_all_or_nothing(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    _, d = _admit(ledger, handoff)
+
+    def change(record: Record) -> Change:
+        seen.append(record.state)
+        if len(seen) == 1:  # somebody writes between the look and the transaction
+            ledger.advance(handoff, "decode", d, Event.IMPORT)
+        return Change({"decode_attempt": 2}, ("decode_worker",), lambda pipe: pipe.rpush("jobs", "one"))
+
+    seen: list[State] = []
+    assert ledger.reassign(handoff, Event.TAKEOVER, change) is True
+    assert seen == [State.ACCEPTED, State.STREAMING]
+    record = ledger.load(handoff)
+    assert record is not None
+    assert (record.state, record.attempt("decode"), record.worker("decode")) == (State.CREATED, 2, None)
+    assert redis_client.lrange("jobs", 0, -1) == [b"one"]
+    assert ledger.reassign(handoff, Event.TAKEOVER, lambda record: None) is False
+    ledger.fail(handoff, ErrorInfo("x", "y", False, 500))
+    assert ledger.reassign(handoff, Event.TAKEOVER, change) is False
+    assert ledger.reassign("0" * 32, Event.TAKEOVER, change) is False
+    assert redis_client.lrange("jobs", 0, -1) == [b"one"]
+
+
+def test_whoever_goes_on_reads_what_was_emitted_before(ledger: Ledger, handoff: str, redis_client: Redis) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    for at, token in enumerate((11, 12, 13)):
+        ledger.emit(handoff, d, TokenEntry(at, (token,)))
+    record = ledger.load(handoff)
+    assert record is not None
+    assert ledger.request_of(record) == record.request
+    taken = replace(record, fields={**record.fields, "resumed": "2"})
+    assert ledger.request_of(taken) == replace(
+        record.request, token_ids=(1, 2, 3, 11, 12), sampling=replace(record.request.sampling, max_tokens=2)
+    )
+    redis_client.ltrim(keys.HandoffKeys(handoff).tokens, 2, -1)
+    with pytest.raises(BrokerError, match="has lost entries"):
+        ledger.request_of(taken)
 
 
 def test_tokens_out_of_sequence_are_refused(ledger: Ledger, handoff: str) -> None:
@@ -188,8 +257,9 @@ def test_error_of_p_is_kept_for_d_and_cleared_by_the_next_attempt(ledger: Ledger
     record = ledger.load(handoff)
     assert record is not None
     assert record.error("prefill") == error
-    _, record = ledger.enter(handoff, "prefill", "p-1")
-    assert record.number("prefill_attempt") == 2
+    assert _another(ledger, handoff, Event.RESEND, prefill_attempt=2)
+    attempt, record = ledger.enter(handoff, "prefill", "p-1")
+    assert (attempt, record.attempt("prefill"), record.error("prefill")) == (2, 2, None)
 
 
 def test_everything_a_handoff_needs_to_end_works_at_oom(ledger: Ledger, handoff: str, redis_client: Redis) -> None:

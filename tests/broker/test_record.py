@@ -33,8 +33,10 @@ STORED = {
     "at_accepted": "1250.25",
     "at_decode_started": "1100.1239",
     "decode_attempt": "2",
+    "decode_begun": "1.token",
     "decode_worker": "d-0@ab",
     "prefill_attempt": "1",
+    "prefill_begun": "1.token",
     "prefill_error": json.dumps(asdict(ERROR)),
     "accept": "1.2.3",
     "pages": "4",
@@ -60,10 +62,13 @@ def test_the_small_part_holds_no_prompt() -> None:
         "recomputed",
         "capture",
         "at_created",
+        "at_dispatched",
         "prefill_attempt",
+        "prefill_begun",
         "prefill_worker",
         "prefill_error",
         "decode_attempt",
+        "decode_begun",
         "decode_worker",
         "decode_error",
     )
@@ -79,6 +84,8 @@ def test_a_snapshot_reads_its_fields() -> None:
     assert (seen.worker("prefill"), seen.worker("decode")) == (None, "d-0@ab")
     assert (seen.error("prefill"), seen.error("decode")) == (ERROR, None)
     assert (seen.number("decode_attempt"), seen.number("prefill_attempt"), seen.number("tokens")) == (2, 1, 0)
+    assert (seen.attempt("decode"), seen.begun("decode")) == (2, False)  # a new job is queued
+    assert (seen.attempt("prefill"), seen.begun("prefill")) == (1, True)
     assert "state" not in seen.fields
     assert seen.fields["owner"] == "api-1"
 
@@ -129,7 +136,8 @@ def test_what_is_no_record_is_refused(field: str, value: str | None) -> None:
 
 def test_a_trace_shows_numbers_and_no_text() -> None:
     more = {"recomputed": "peer_error", "error": "engine_failed", "reason": "operator", "prefill_replica": "p-0"}
-    shown = records.trace(records.record(ID, STORED | more))
+    again = {"resent": "1", "taken_over": "2", "lost_workers": "3"}
+    shown = records.trace(records.record(ID, STORED | more | again))
     assert shown == {
         "handoff_id": ID,
         "state": "streaming",
@@ -146,6 +154,9 @@ def test_a_trace_shows_numbers_and_no_text() -> None:
         "workers": {"prefill": None, "decode": "d-0@ab"},
         "attempts": {"prefill": 1, "decode": 2},
         "recomputed": "peer_error",
+        "resent": 1,
+        "taken_over": 2,
+        "lost_workers": 3,
         "error": "engine_failed",
         "reason": "operator",
         "marks_ms": {"created": 0.0, "decode_started": 99.624, "accepted": 249.75},

@@ -64,7 +64,7 @@ def signals(ledger: Counting, server_url: str) -> Iterator[Signals]:
 
 def _create(ledger: Ledger) -> str:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
-    ledger.create(request, CONTRACT, {"decode_replica": "d"}, "api", lambda pipe: None)
+    ledger.create(request, CONTRACT, {"decode_replica": "d", "prefill_queue": "p"}, "api", lambda pipe: None)
     return request.handoff_id
 
 
@@ -85,7 +85,7 @@ def _write(client: Redis, handoff: str, **fields: str) -> None:
 
 
 def _attempt(seen: Snapshot) -> int | None:
-    return seen.number("prefill_attempt") or None
+    return seen.begun("prefill") * seen.attempt("prefill") or None
 
 
 # -- one watch, no subscription
@@ -178,7 +178,7 @@ def test_a_waiter_sees_what_another_thread_did(ledger: Counting, handoff: str, r
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(watch.wait_for, _attempt, PATIENCE_S, "a prefill worker")
         _eventually(lambda: ledger.looks, "the first look")
-        _write(redis_client, handoff, prefill_attempt="3")
+        _write(redis_client, handoff, prefill_attempt="3", prefill_begun="3.x")
         if told:
             watch.notify()
         assert waiting.result(PATIENCE_S) == 3

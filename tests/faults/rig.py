@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,13 +76,7 @@ class Crew(Fleet):
         """Start `name` again; it must have ended."""
         old = self.child(name)
         assert old.join(10.0), f"{name} still runs"
-        file = self._directory / "settings.json"
-        if name == API:
-            self._api = self._spawn(API, Path(sys.executable), ["serve"], file, {})
-            return
-        self._workers.remove(old)
-        chosen = next(each for each in self.settings.workers if each.name == name)
-        self._workers.append(self._start_worker(chosen, file))
+        self.restart(old)
 
 
 class Rig(System):

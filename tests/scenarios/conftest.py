@@ -41,7 +41,7 @@ def _cheap(model: Path, policy: str, folder: Path) -> dict[str, Any]:
         "api": {"model": model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 18},
         "capture": {"folder": folder / "captures"},
-        "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 5},
+        "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 5, "retries": 0},
         "workers": [
             worker("ref-p", "reference", model, "prefill", lease_s=LEASE_S, engine_settings=engine),
             worker("ref-d", "reference", model, "decode", lease_s=LEASE_S, engine_settings=engine),

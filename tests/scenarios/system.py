@@ -16,6 +16,7 @@ import httpx
 from redis import Redis
 
 from pipeline.cli import machine
+from pipeline.cli.child import Child
 from pipeline.cli.fleet import Fleet
 from pipeline.settings import Settings
 
@@ -64,6 +65,16 @@ class System:
         }
         headers = {"X-Crossfill-Route": route, "X-Crossfill-Trace": "1"}
         return self.http.post("/v1/completions", json=payload | body, headers=headers)
+
+    def child(self, name: str) -> Child:
+        """The process of a replica, or `api`."""
+        return next(each for each in self.fleet.children if each.name == name)
+
+    def revive(self, name: str) -> None:
+        """Start a replica's process again and wait until it serves."""
+        assert self.child(name).join(SETTLE_S)
+        self.fleet.restart(self.child(name))
+        eventually(lambda: name in {replica["name"] for replica in self.status()["replicas"]}, READY_S)
 
     def status(self) -> dict[str, Any]:
         return dict(self.http.get("/status").json())

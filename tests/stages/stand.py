@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -17,12 +18,15 @@ from pipeline.broker import channel, keys, stream
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect, connect_blocking
+from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Ledger
-from pipeline.broker.record import Snapshot
+from pipeline.broker.record import Role, Snapshot
+from pipeline.broker.registry import Registry
 from pipeline.broker.signals import Signals
 from pipeline.handoff import State
 from pipeline.page import Page
 from pipeline.request import Request, Sampling
+from pipeline.routing import Route
 from pipeline.settings import BrokerSettings, HandoffSettings, Settings
 from pipeline.stages import decode, prefill
 from pipeline.stages.drain import Services
@@ -31,6 +35,8 @@ from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeEngine
 
 PATIENCE_S = 20.0
 OWNER = "api-1"
+ROUTE = Route("fake", f"prefill.fake.{CONTRACT.digest[:8]}", "d-0", "decode.d-0", "fake")
+LOCAL = Route(None, None, "d-0", "decode.d-0", "fake")
 LIMITS = HandoffSettings(queue_s=30, accept_s=30, progress_s=30)
 Outcome = dict[str, object]
 THREE = Sampling(max_tokens=3, temperature=0.0)
@@ -42,7 +48,7 @@ def settings(url: str, limits: HandoffSettings = LIMITS) -> Settings:
     return Settings(broker=BrokerSettings(url=url, budget_bytes=8 * PAGE_BYTES), handoff=limits)
 
 
-def services(url: str, worker: str, limits: HandoffSettings, stack: ExitStack) -> Services:
+def _services(url: str, worker: str, limits: HandoffSettings, stack: ExitStack) -> Services:
     """One worker process's, with connections of its own."""
     client, events = connect(url), connect_blocking(url)
     for one in (client, events):
@@ -51,7 +57,8 @@ def services(url: str, worker: str, limits: HandoffSettings, stack: ExitStack) -
     ledger = Ledger(client, client, clock, chosen)
     signals = Signals(events, ledger)
     signals.start()
-    return Services(worker, CONTRACT, chosen, ledger, signals, clock, client)
+    dispatch = Dispatch(client, ledger, Registry(client), chosen)
+    return Services(worker, CONTRACT, chosen, ledger, dispatch, signals, clock, client)
 
 
 class Stand:
@@ -67,8 +74,8 @@ class Stand:
         self.settings = settings(url, d_limits)
         self.ledger = Ledger(self.client, self.client, BrokerClock(self.client), self.settings)
         self.p, self.d = FakeEngine(), FakeEngine()
-        self.p_services = services(self.hop.url, "p-0@1", p_limits, self._stack)
-        self.d_services = services(self.hop.url, "d-0@1", d_limits, self._stack)
+        self.p_services = _services(self.hop.url, "p-0@1", p_limits, self._stack)
+        self.d_services = _services(self.hop.url, "d-0@1", d_limits, self._stack)
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="job")
         self._jobs: list[Future[Outcome]] = []
         self._made: list[Request] = []
@@ -106,10 +113,21 @@ class Stand:
         request = Request(secrets.token_hex(16), tuple(int(i) for i in ids), sampling, first_token=first_token)
         if owned:
             self.ledger.own(OWNER, 600)
-        route = {"prefill_queue": None if local else "prefill.fake.x", "decode_replica": "d-0"}
-        self.ledger.create(request, CONTRACT, route, OWNER, lambda pipe: None)
+        self.ledger.create(request, CONTRACT, asdict(LOCAL if local else ROUTE), OWNER, lambda pipe: None)
         self._made.append(request)
         return request
+
+    def services(self, role: Role) -> Services:
+        """Of the worker that the route has for `role`."""
+        return self.p_services if role == "prefill" else self.d_services
+
+    def supersede(self, request: Request, role: Role, worker: str = "") -> int:
+        """Another attempt of `role` is dispatched, and begun by `worker`; returns it."""
+        attempt = self.seen(request).attempt(role) + 1
+        self.write(request, f"{role}_attempt", str(attempt))
+        if worker:
+            self.ledger.enter(request.handoff_id, role, worker)
+        return attempt
 
     def prefill(self, request: Request) -> Future[Outcome]:
         """P's job, on a thread of its own."""

@@ -32,27 +32,27 @@ ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
 @ROLES
 def test_it_enters_and_leaves_with_its_marks(stand: Stand, role: Role) -> None:
     request = stand.open()
-    with taking_part(stand.p_services, request.handoff_id, role) as part:
+    with taking_part(stand.services(role), request.handoff_id, role) as part:
         assert (part.role, part.attempt, part.handoff_id) == (role, 1, request.handoff_id)
-        assert part.record.request == request
-        assert stand.seen(request).worker(role) == "p-0@1"
+        assert part.record.request == part.request == request
+        assert stand.seen(request).worker(role) == stand.services(role).worker
         assert stand.state(request) is State.ADMITTED
-        assert stand.p_services.signals.active() == [request.handoff_id]
+        assert stand.services(role).signals.active() == [request.handoff_id]
         part.fields["pages"] = 7
     left = stand.seen(request)
     assert (left.worker(role), left.error(role), left.state) == (None, None, State.ADMITTED)
     assert stand.field(request, "pages") == "7"
-    assert stand.p_services.signals.active() == []
+    assert stand.services(role).signals.active() == []
 
 
 def test_the_first_mark_counts_and_is_the_brokers_time(stand: Stand) -> None:
     request = stand.open()
-    with taking_part(stand.p_services, request.handoff_id, "decode") as part:
+    with taking_part(stand.d_services, request.handoff_id, "decode") as part:
         before_s = stand.client.time()[0]
         part.mark("accepted")
         first = part.fields["at_accepted"]
         part.mark("accepted")
-        assert part.fields == {"at_accepted": first}
+        assert part.fields == {"decode_replica": "d-0", "at_accepted": first}
         assert stand.field(request, "at_accepted") is None
         part.flush()
         assert stand.field(request, "at_accepted") == str(first)
@@ -71,7 +71,7 @@ def test_ps_failure_is_ds_to_judge_and_ds_ends_it(
     stand: Stand, role: Role, error: Exception, code: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = stand.open()
-    with pytest.raises(type(error), match=str(error)), taking_part(stand.p_services, request.handoff_id, role):
+    with pytest.raises(type(error), match=str(error)), taking_part(stand.services(role), request.handoff_id, role):
         raise error
     left = stand.seen(request)
     assert left.worker(role) is None
@@ -104,9 +104,10 @@ def _never(part: Part) -> None:
 @ROLES
 def test_a_cancelled_part_drains_before_it_leaves(stand: Stand, role: Role) -> None:
     request = stand.open()
-    stand.ledger.enter(request.handoff_id, "decode" if role == "prefill" else "prefill", "other@1")
+    other: Role = "decode" if role == "prefill" else "prefill"
+    stand.ledger.enter(request.handoff_id, other, stand.services(other).worker)
     with pytest.raises(HandoffCancelledError):
-        _take_part(stand.p_services, request, role, _cancelled(stand, request))
+        _take_part(stand.services(role), request, role, _cancelled(stand, request))
     left = stand.seen(request)
     assert (left.state, left.worker(role), left.error(role)) == (State.DRAINING, None, None)
 
@@ -115,7 +116,7 @@ def test_a_cancelled_part_drains_before_it_leaves(stand: Stand, role: Role) -> N
 def test_the_last_one_out_of_a_cancelled_handoff_ends_it(stand: Stand, role: Role) -> None:
     request = stand.open()
     with pytest.raises(HandoffCancelledError):
-        _take_part(stand.p_services, request, role, _cancelled(stand, request))
+        _take_part(stand.services(role), request, role, _cancelled(stand, request))
     assert stand.state(request) is State.CANCELLED
     assert stand.remains(request) == []
 
@@ -125,20 +126,20 @@ def test_a_stale_part_is_no_failure(stand: Stand, role: Role) -> None:
     request = stand.open()
 
     def work(part: Part) -> None:
-        stand.ledger.enter(request.handoff_id, role, "other@1")
+        stand.supersede(request, role, "d-0@2")
         raise StaleAttemptError("another one has it")
 
     with pytest.raises(StaleAttemptError):
-        _take_part(stand.p_services, request, role, work)
+        _take_part(stand.services(role), request, role, work)
     left = stand.seen(request)
-    assert (left.state, left.worker(role), left.error(role)) == (State.ADMITTED, "other@1", None)
+    assert (left.state, left.worker(role), left.error(role)) == (State.ADMITTED, "d-0@2", None)
     assert stand.log(request) == []
 
 
 @ROLES
 def test_a_contract_mismatch_names_the_field(stand: Stand, role: Role) -> None:
     request = stand.open()
-    ours = replace(stand.p_services, contract=replace(CONTRACT, weights="others"))
+    ours = replace(stand.services(role), contract=replace(CONTRACT, weights="others"))
     with pytest.raises(ContractMismatchError, match=r"weights \(others here, w there\)"):
         _take_part(ours, request, role, _never)
     left = stand.seen(request)
@@ -151,7 +152,7 @@ def test_a_contract_mismatch_names_the_field(stand: Stand, role: Role) -> None:
 def test_no_work_for_a_handoff_whose_owner_is_gone(stand: Stand, role: Role) -> None:
     request = stand.open(owned=False)
     with pytest.raises(HandoffCancelledError, match="is gone"):
-        _take_part(stand.p_services, request, role, _never)
+        _take_part(stand.services(role), request, role, _never)
     assert stand.state(request) is State.CANCELLED
     assert stand.remains(request) == []
 
@@ -166,7 +167,7 @@ def test_p_is_wanted_until_d_has_every_page(stand: Stand, state: State) -> None:
         part.watch.look()
         with pytest.raises(StaleAttemptError, match="needs no page"):
             part.check()
-        Part(part.services, "decode", 1, part.record, part.watch).check()  # D itself is not meant
+        Part(part.services, "decode", 1, part.record, request, part.watch).check()  # D itself is not meant
 
 
 def test_p_is_wanted_until_d_recomputes(stand: Stand) -> None:
@@ -186,7 +187,7 @@ def test_d_asks_whether_p_has_failed_only_where_it_needs_p(stand: Stand) -> None
         part.check()
         with pytest.raises(PeerError, match="prefill failed: no"):
             part.require_prefill()
-        stand.ledger.enter(request.handoff_id, "prefill", "p@1")  # a new attempt of P
+        stand.supersede(request, "prefill", "p@1")
         part.watch.look()
         part.require_prefill()
 

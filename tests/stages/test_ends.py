@@ -149,13 +149,12 @@ def test_nobody_works_for_a_dead_api_process(stand: Stand) -> None:
 def test_a_newer_attempt_of_d_takes_over_and_the_older_changes_nothing(stand: Stand) -> None:
     request = stand.open()
     _, older = _waiting_for_a_page(stand, request)
-    attempt, _ = stand.ledger.enter(request.handoff_id, "decode", "d-1@1")
-    assert attempt == 2
+    assert stand.supersede(request, "decode", "d-0@2") == 2
     stand.p.set(ready_pages=4)
     assert isinstance(failure(older), StaleAttemptError)
     assert stand.d.live == []
     left = stand.seen(request)
-    assert (left.worker("decode"), left.error("decode")) == ("d-1@1", None)
+    assert (left.worker("decode"), left.error("decode")) == ("d-0@2", None)
     assert left.state is State.ACCEPTED
     assert stand.log(request) == []
 

@@ -6,18 +6,18 @@ import secrets
 from pathlib import Path
 
 from redis import Redis
-from redis.client import Pipeline
 
-from pipeline.broker import channel, keys, queue
+from pipeline.broker import channel, keys
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect
+from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.job import text
 from pipeline.broker.ledger import Ledger
-from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.registry import Registry, Replica
 from pipeline.engines.base import EngineStats
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
+from pipeline.routing import Route
 from pipeline.settings import BrokerSettings, Role, Settings, WorkerSettings
 from pipeline.workers.runtime import Runtime
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeEngine
@@ -65,17 +65,14 @@ class Scene:
     def replica(self) -> Replica | None:
         return next(iter(Registry(self.client).list()), None)
 
-    def ask(self) -> Request:
-        """Put both jobs of a handoff from this replica to itself into the queues."""
+    def ask(self, *, local: bool = False) -> Request:
+        """Queue the jobs of a handoff from this replica to itself; `local`: of one that is no handoff."""
         ids = tuple(int.from_bytes(secrets.token_bytes(1), "little") for _ in range(200))
         request = Request(secrets.token_hex(16), ids, Sampling(max_tokens=3, temperature=0.0))
-        route = {"prefill_queue": PREFILL, "decode_replica": NAME}
-
-        def enqueue(pipe: Pipeline) -> None:
-            for name, job in ((DECODE, DECODE_JOB), (PREFILL, PREFILL_JOB)):
-                queue.enqueue(pipe, self.client, JobSpec(name, job, request.handoff_id, {}), self.settings.broker)
-
-        self.ledger.create(request, CONTRACT, route, "api", enqueue)
+        route = Route(None if local else "fake", None if local else PREFILL, NAME, DECODE, "fake")
+        Dispatch(self.client, self.ledger, Registry(self.client), self.settings).begin(
+            request, CONTRACT, route, "api", "small"
+        )
         return request
 
     def state(self, request: Request) -> State | None:

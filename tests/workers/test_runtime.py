@@ -183,8 +183,7 @@ def test_gauges_are_published_while_it_works(build: Build) -> None:
 def test_a_stopped_job_is_a_cancelled_handoff(build: Build) -> None:
     scene = build(role="decode").start()
     scene.engine.set(tokens=1)
-    request = scene.ask()
-    scene.client.hset(keys.HandoffKeys(request.handoff_id).record, "route", '{"prefill_queue": null}')
+    request = scene.ask(local=True)
     eventually(lambda: scene.said(request) == text(request)[:1], "the first token")
     jobs = StartedJobRegistry(DECODE, connection=scene.client, serializer=JSONSerializer)
     (job,) = jobs.get_job_ids(cleanup=False)
