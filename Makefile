@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help env env-vllm env-sglang models demo up test pairs check format docs chaos fuzz bench clean
+.PHONY: help site env env-vllm env-sglang models demo up test pairs check format docs chaos fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,6 +41,7 @@ check: env ## formatting, lint, types, layers, generated pages
 	$(VENV)/lint-imports
 	$(VENV)/python docs/generate_handoff.py --check
 	$(VENV)/python docs/generate_configuration.py --check
+	$(VENV)/python docs/generate_api.py --check
 
 format: env ## let ruff rewrite what it can
 	$(VENV)/ruff format .
@@ -49,9 +50,13 @@ format: env ## let ruff rewrite what it can
 docs: env ## regenerate the generated pages
 	$(VENV)/python docs/generate_handoff.py
 	$(VENV)/python docs/generate_configuration.py
+	$(VENV)/python docs/generate_api.py
 
 chaos: env ## hurt a running system at random for ten minutes (ARGS: --seed N --minutes M --requests N)
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/python -m tests.chaos $(ARGS)
+
+site: env ## the documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --clean --quiet --config-file ops/mkdocs.yml && echo build/site/index.html
 
 fuzz: env ## ten million mutated frames and a million records (ARGS: --frames N --seed N)
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.fuzz $(ARGS)
