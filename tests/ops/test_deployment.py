@@ -56,7 +56,7 @@ def test_the_broker_starts_with_its_file_and_workers_accept_it(server: str, tmp_
     command = [binary(server), str(OPS / f"{server}.conf"), "--port", str(port), "--dir", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        with Redis(port=port, retry=None, socket_timeout=10) as client:
+        with Redis(port=port, socket_timeout=10) as client:
             answered(client, process)
             require_ready(client, BrokerSettings().budget_bytes, 2 * MIB)
             assert client.config_get("save") == {"save": ""}
