@@ -12,6 +12,7 @@ CrossfillError
 │   └── HandoffUnknownError      nothing is known of this handoff (any more)
 ├── PeerError                another process sent something wrong
 │   ├── ContractMismatchError    two replicas do not serve the same model: names the fields
+│   ├── CodecRefusedError        it does not read the codec we are set to write
 │   ├── FrameError               bytes that are not a valid frame of this handoff
 │   └── PageMissingError         a frame header whose payload is gone
 ├── CaptureError             a stored handoff that is damaged, forged or of a newer version: says where
@@ -139,6 +140,21 @@ class ContractMismatchError(PeerError):
         named = ", ".join(f"{k} ({a} here, {b} there)" for k, (a, b) in differences.items())
         super().__init__(f"the two replicas do not share a contract: {named}")
         self.differences = differences
+
+
+class CodecRefusedError(PeerError):
+    """We are set to write pages in `ours`, the peer reads only `theirs`."""
+
+    code = "codec_refused"
+    retryable = False
+
+    def __init__(self, ours: str, theirs: tuple[str, ...]) -> None:
+        super().__init__(
+            f"this prefill worker sends pages as {ours}, the decode worker takes only {', '.join(theirs)}: "
+            "give both the same broker.codec, or upgrade the decode worker"
+        )
+        self.ours = ours
+        self.theirs = theirs
 
 
 class FrameError(PeerError):

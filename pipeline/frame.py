@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from pipeline.page import PAGE_TOKENS, Page, PageShape, is_finite, page_count, p
 
 __all__ = ["AbortedError", "Commit", "Frame", "FrameReader", "FrameWriter", "Header", "Kind"]
 
+LOSSLESS = codecs.understood("raw")
 MAX_FIRST_TOKENS = 64
 MAX_MESSAGE_CHARS = 500
 
@@ -56,7 +57,7 @@ class AbortedError(PeerError):
 
 
 def page_digest(key: bytes, tokens: int, data: Buffer) -> bytes:
-    """xxh3_128 over chain key, token count (u16) and the uncompressed page: 16 bytes, big-endian as xxHash prints."""
+    """xxh3_128 over chain key, token count (u16) and the unpacked page: 16 bytes, big-endian as xxHash prints."""
     digest = xxhash.xxh3_128(key + struct.pack("<H", tokens))
     digest.update(data)
     return digest.digest()
@@ -89,7 +90,7 @@ class FrameWriter:
         self.shape = shape
         self._keys = page_keys
         self._prompt_digest = prompt_digest
-        self._codec = codecs.named(codec)
+        self.choice = codecs.Choice(codec)
         self._digests: list[bytes] = []
         self._next_index: int | None = None
         self.sequence = 0  # of the next frame
@@ -108,8 +109,10 @@ class FrameWriter:
             raise EngineError(f"page {page.index} of {len(self._keys)} is out of order: {expected} comes next")
         key = self._keys[page.index]
         raw = page.data.reshape(-1).view(np.uint8).data
-        chosen, payload = _pack(self._codec, raw)
-        digest = page_digest(key, page.tokens, raw)
+        chosen, payload = _pack(self.choice.codec(raw, self.shape.head_dim), raw, self.shape.head_dim)
+        # of what the reader gets: a lossy codec changes the page here, once, and not on the way
+        arrives = chosen.decode(payload, len(raw), self.shape.head_dim) if chosen.lossy else raw
+        digest = page_digest(key, page.tokens, arrives)
         header = self._seal(
             Kind.PAGE,
             codec_id=chosen.id,
@@ -150,7 +153,8 @@ class FrameWriter:
 class FrameReader:
     """D's half: accepts exactly one transfer of pages `first_page`.. of a prompt, and nothing else.
 
-    `transfer_tokens` tokens of KV are wanted in all, the first `first_page` pages of them are already held.
+    `transfer_tokens` tokens of KV are wanted in all, the first `first_page` pages of them are already held; they may be
+    packed by `codecs`.
     Per frame: `header(data)`, then by its kind `open`, `page`, `commit` or `abort`. Everything wrong is a FrameError.
     """
 
@@ -164,6 +168,7 @@ class FrameReader:
         *,
         first_page: int,
         transfer_tokens: int,
+        codecs: Collection[str] = LOSSLESS,
     ) -> None:
         require_identity(handoff_id, attempts)
         self.handoff_id = handoff_id
@@ -172,6 +177,7 @@ class FrameReader:
         self._keys = page_keys
         self._prompt_digest = prompt_digest
         self._transfer_tokens = transfer_tokens
+        self._codecs = codecs
         self._pages = page_count(transfer_tokens)
         self._next_index = self._first_page = first_page
         self._digests: list[bytes] = []
@@ -194,7 +200,7 @@ class FrameReader:
     def page(self, header: Header, payload: Buffer) -> Page:
         """Verify and unpack; the page's array may alias `payload`. On FrameError the same page may be tried again."""
         require(len(payload) == header.payload_bytes, "size of payload", header.payload_bytes, len(payload))
-        data = codecs.numbered(header.codec_id).decode(payload, header.raw_bytes)
+        data = codecs.numbered(header.codec_id).decode(payload, header.raw_bytes, self.shape.head_dim)
         got = page_digest(header.key, header.tokens, data)
         require(got == header.digest, "digest of payload", header.digest.hex(), got.hex())
         found = Page(header.index, header.tokens, view(data, self.shape))
@@ -242,7 +248,8 @@ class FrameReader:
         require(header.raw_bytes == self.shape.page_bytes, "page size", self.shape.page_bytes, header.raw_bytes)
         size = header.payload_bytes
         require(0 < size <= header.raw_bytes, "size of payload", "at most a page", size)
-        codecs.numbered(header.codec_id)
+        name = codecs.numbered(header.codec_id).name
+        require(name in self._codecs, "codec", f"one of {', '.join(self._codecs)}", name)
         _require_only(header, "codec_id", "index", "tokens", "key", "raw_bytes", "payload_bytes", "digest")
 
     def _check_commit(self, header: Header) -> None:
@@ -295,9 +302,9 @@ def _fault(found: Page) -> str | None:
     return None
 
 
-def _pack(wanted: Codec, raw: memoryview) -> tuple[Codec, Buffer]:
+def _pack(wanted: Codec, raw: memoryview, head_dim: int) -> tuple[Codec, Buffer]:
     """A payload that did not shrink goes out raw: the credit reserved for the raw size always suffices."""
-    payload = wanted.encode(raw)
+    payload = wanted.encode(raw, head_dim)
     if len(payload) < len(raw):
         return wanted, payload
     return codecs.CODECS["raw"], raw

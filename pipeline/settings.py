@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MIB = 1 << 20
 Role: TypeAlias = Literal["prefill", "decode", "both"]
+Codec: TypeAlias = Literal["auto", "raw", "lz4", "zstd", "int8"]
 
 
 class _Section(BaseModel):
@@ -23,6 +24,9 @@ class BrokerSettings(_Section):
 
     url: str = "redis://127.0.0.1:6380/0"
     budget_bytes: int = Field(256 * MIB, gt=0)  # cap on page bytes in flight, all handoffs together
+    codec: Codec = (
+        "raw"  # how pages are packed; "int8" is lossy and must be set on both sides; "auto" measures the link
+    )
     payload_ttl_s: float = Field(30.0, gt=0)  # a payload nobody fetched disappears by itself
     handoff_ttl_s: float = Field(900.0, gt=0)  # every key of a handoff, should all cleanup fail
     result_ttl_s: int = Field(60, ge=0)  # RQ: finished jobs stay visible this long

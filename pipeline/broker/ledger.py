@@ -236,9 +236,13 @@ class Ledger:
 
     def accept(self, handoff_id: str, accept: Accept, fields: Fields) -> None:
         """D has room: tell P which pages are wanted. Errors as `advance`."""
-        text = f"{accept.prefill_attempt}.{accept.decode_attempt}.{accept.first_page}"
         self.advance(
-            handoff_id, "decode", accept.decode_attempt, Event.ACCEPT, {"accept": text, **fields}, publish="accept"
+            handoff_id,
+            "decode",
+            accept.decode_attempt,
+            Event.ACCEPT,
+            {"accept": str(accept), **fields},
+            publish="accept",
         )
 
     def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields, publish: str = "") -> None:

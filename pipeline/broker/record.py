@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline import contract as contracts
@@ -71,11 +71,23 @@ SHOWN = (  # all that a trace is made of
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """D's word to one attempt of P: these pages (from `first_page` on) are wanted."""
+    """D's word to one attempt of P: these pages (from `first_page` on) are wanted, packed by one of `codecs`."""
 
     prefill_attempt: int
     decode_attempt: int
     first_page: int
+    codecs: tuple[str, ...] = ("raw", "lz4")  # what a worker takes that does not say so
+
+    def __str__(self) -> str:
+        return f"{self.prefill_attempt}.{self.decode_attempt}.{self.first_page} {','.join(self.codecs)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Accept:
+        """Of `str(accept)`. Raises ValueError."""
+        numbers, _, codecs = text.partition(" ")
+        prefill, decode, first_page = map(int, numbers.split("."))
+        found = cls(prefill, decode, first_page)
+        return replace(found, codecs=tuple(codecs.split(","))) if codecs else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ class Snapshot:
     @property
     def accept(self) -> Accept | None:
         text = self.fields.get("accept")
-        return Accept(*map(int, text.split("."))) if text else None
+        return Accept.parse(text) if text else None
 
     @property
     def recomputed(self) -> str | None:

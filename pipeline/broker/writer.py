@@ -54,7 +54,7 @@ class PageWriter:
         self._ahead = ahead(frames.shape.page_bytes)
         self._credit_for = partial(Credit, client, frames.handoff_id, frames.attempts, settings)
         self._credit = self._credit_for(self._require_open)
-        self._sender = _Sender(self._credit, frames.shape.page_bytes, patience_s, self._require_open)
+        self._sender = _Sender(self._credit, frames, patience_s, self._require_open)
         self._changed = self._sender.changed
         self._thread = threading.Thread(target=self._sender.run, name=f"send-{frames.handoff_id[:8]}", daemon=True)
 
@@ -135,7 +135,7 @@ class _ClosedError(Exception):
 class _Sender:
     """What the thread does. `changed` guards everything public; only this thread takes from `waiting`."""
 
-    def __init__(self, credit: Credit, size: int, patience_s: float, check: Callable[[], None]) -> None:
+    def __init__(self, credit: Credit, frames: FrameWriter, patience_s: float, check: Callable[[], None]) -> None:
         self.changed = threading.Condition()
         self.waiting: deque[Outgoing] = deque()
         self.error: Exception | None = None
@@ -143,7 +143,8 @@ class _Sender:
         self.pages = 0
         self.bytes = 0
         self._credit = credit
-        self._size = size
+        self._size = frames.shape.page_bytes
+        self._choice = frames.choice
         self._patience_s = patience_s
         self._check = check
         self._granted: set[int] = set()  # sequences that hold credit and are not sent
@@ -164,7 +165,10 @@ class _Sender:
         """One round: what has credit goes, credit for the rest is asked for."""
         ready = list(self._ready(frames))
         wanted = [frame.sequence for frame in frames[len(ready) :] if frame.payload]
+        begin = time.monotonic()
         sent, grant = self._credit.exchange(ready, wanted, self._size)
+        if moved := sum(len(frame.payload) for frame in ready[: sent.number]):
+            self._choice.observe(moved, time.monotonic() - begin)
         self._granted.update(wanted[: grant.number])
         self._settle(ready[: sent.number])
         if sent.why is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+from pipeline import codec
 from pipeline.broker.record import Accept, Snapshot
 from pipeline.broker.stream import PageWriter
 from pipeline.engines.base import Prefill, PrefillEngine, wait_in_slices
@@ -85,5 +86,6 @@ def _await(part: Part, wait: Callable[[float], bool], what: str) -> None:
 def _writer(part: Part, request: Request, accept: Accept) -> PageWriter:
     services = part.services
     attempts = Attempts(accept.prefill_attempt, accept.decode_attempt)
-    frames = FrameWriter(request.handoff_id, attempts, services.contract.page_shape, *part.addresses())
+    chosen = codec.spoken(services.settings.broker.codec, accept.codecs)
+    frames = FrameWriter(request.handoff_id, attempts, services.contract.page_shape, *part.addresses(), codec=chosen)
     return PageWriter(services.pages, frames, services.settings.broker, part.check)

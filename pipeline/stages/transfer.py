@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TypeVar
 
+from pipeline import codec
 from pipeline.broker import stream
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.record import Accept, Snapshot
@@ -79,6 +80,11 @@ class Transfer:
     def _attempts(self) -> Attempts:
         return Attempts(self._prefill_attempt, self._part.attempt)
 
+    @property
+    def _codecs(self) -> tuple[str, ...]:
+        """What we take."""
+        return codec.understood(self._part.services.settings.broker.codec)
+
     def _await_prefill(self) -> None:
         def begun(seen: Snapshot) -> bool | None:
             self._part.require_prefill()
@@ -111,7 +117,7 @@ class Transfer:
         part, services = self._part, self._part.services
         stream.raise_fence(services.pages, part.handoff_id, self._attempts, services.settings.broker)
         part.mark("accepted")
-        accept = Accept(self._attempts.prefill, self._attempts.decode, self._next)
+        accept = Accept(self._attempts.prefill, self._attempts.decode, self._next, self._codecs)
         services.ledger.accept(part.handoff_id, accept, part.fields)
 
     def _import(self, admission: Admission, reader: PageReader) -> tuple[int, ...]:
@@ -138,6 +144,7 @@ class Transfer:
             *part.addresses(),
             first_page=self._next,
             transfer_tokens=request.transfer_tokens,
+            codecs=self._codecs,
         )
         return PageReader(services.pages, frames, services.settings.broker, part.check, part.require_prefill)
 
