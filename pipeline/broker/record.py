@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipeline import codec
 from pipeline import contract as contracts
 from pipeline import request as requests
 from pipeline.broker.channel import ErrorInfo
@@ -20,6 +21,7 @@ from pipeline.request import Request
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 LOST = "lost_"  # + role and attempt: the worker that died in it; a field each, so that no death counts twice
+_UNSAID = ("raw", "lz4")  # the codecs that a worker takes which does not name them
 SMALL = (
     "state",
     "route",
@@ -76,7 +78,7 @@ class Accept:
     prefill_attempt: int
     decode_attempt: int
     first_page: int
-    codecs: tuple[str, ...] = ("raw", "lz4")  # what a worker takes that does not say so
+    codecs: tuple[str, ...] = codec.understood("raw")
 
     def __str__(self) -> str:
         return f"{self.prefill_attempt}.{self.decode_attempt}.{self.first_page} {','.join(self.codecs)}"
@@ -87,7 +89,7 @@ class Accept:
         numbers, _, codecs = text.partition(" ")
         prefill, decode, first_page = map(int, numbers.split("."))
         found = cls(prefill, decode, first_page)
-        return replace(found, codecs=tuple(codecs.split(","))) if codecs else found
+        return replace(found, codecs=tuple(codecs.split(",")) if codecs else _UNSAID)
 
 
 @dataclass(frozen=True, slots=True)

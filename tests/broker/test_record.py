@@ -79,7 +79,7 @@ def test_a_snapshot_reads_its_fields() -> None:
     assert (seen.handoff_id, seen.state) == (ID, State.STREAMING)
     assert seen.route == ROUTE
     assert seen.policy == "recompute"
-    assert seen.accept == Accept(prefill_attempt=1, decode_attempt=2, first_page=3)
+    assert seen.accept == Accept(prefill_attempt=1, decode_attempt=2, first_page=3, codecs=("raw", "lz4"))
     assert seen.recomputed is None
     assert (seen.worker("prefill"), seen.worker("decode")) == (None, "d-0@ab")
     assert (seen.error("prefill"), seen.error("decode")) == (ERROR, None)
@@ -114,7 +114,7 @@ def test_a_record_is_the_snapshot_and_what_is_to_do() -> None:
     assert isinstance(found, Record)
     assert (found.request, found.contract, found.state) == (REQUEST, CONTRACT, State.STREAMING)
     assert found.fields == {k: v for k, v in STORED.items() if k not in ("state", "request", "contract")}
-    assert (found.route, found.accept, found.error("prefill")) == (ROUTE, Accept(1, 2, 3), ERROR)
+    assert (found.route, found.accept, found.error("prefill")) == (ROUTE, Accept(1, 2, 3, ("raw", "lz4")), ERROR)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +170,13 @@ def test_a_trace_needs_nothing_of_the_prompt() -> None:
     assert seen is not None
     assert {"request", "contract"} & set(SHOWN) == set()
     assert records.trace(seen) == records.trace(records.record(ID, STORED))
+
+
+def test_accept_says_what_it_takes() -> None:
+    assert str(Accept(1, 2, 3)) == "1.2.3 raw,lz4,zstd"
+    for accept in (Accept(1, 2, 3), Accept(9, 8, 0, ("raw",)), Accept(1, 1, 0, ("raw", "int8"))):
+        assert Accept.parse(str(accept)) == accept
+    assert Accept.parse("1.2.3") == Accept(1, 2, 3, ("raw", "lz4"))  # an older worker's
+    for wrong in ("", "1.2", "1.2.3.4", "a.b.c raw"):
+        with pytest.raises(ValueError):
+            Accept.parse(wrong)
