@@ -55,6 +55,8 @@ class WorkerSettings(_Section):
     role: Role = "both"
     slots: int = Field(16, ge=1)  # jobs at once, per role
     lease_s: float = Field(5.0, gt=0)
+    metrics_host: str = "127.0.0.1"  # address that answers Prometheus
+    metrics_port: int = Field(0, ge=0, le=65535)  # its port; 0: none
     python: Path | None = None  # interpreter of the engine's own environment, for `crossfill up`
     env: dict[str, str] = Field(default_factory=dict)
     engine_settings: EngineSettings = EngineSettings()
@@ -89,6 +91,15 @@ class ApiSettings(ModelSettings):
     keep_alive_s: float = Field(10.0, gt=0)  # silence in a stream after which a comment is sent
 
 
+class ObserveSettings(_Section):
+    """What processes tell of themselves beside metrics. Traces need the extra `otel`."""
+
+    log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None  # such as http://collector:4318/v1/traces; None: no export
+    trace_file: Path | None = None  # one JSON object a span; several processes may append to one file
+    trace_share: float = Field(1.0, ge=0, le=1)  # of requests that bring no trace of their own
+
+
 class HandoffSettings(_Section):
     """Deadlines of a handoff, seconds, and what happens when a transfer fails."""
 
@@ -119,5 +130,6 @@ class Settings(_Section):
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings | None = None
     handoff: HandoffSettings = HandoffSettings()
+    observe: ObserveSettings = ObserveSettings()
     capture: CaptureSettings = CaptureSettings()
     workers: tuple[WorkerSettings, ...] = ()

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+import re
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from pipeline import __version__
+from pipeline.api import page
 from pipeline.api.edge import Edge
 from pipeline.api.served import Served
-from pipeline.errors import CapacityError, CrossfillError, PeerError
+from pipeline.errors import CapacityError, CrossfillError, HandoffUnknownError, InvalidParameterError, PeerError
+from pipeline.metrics import Metrics
+
+_MOST = 256  # ended handoffs that the broker keeps
+_ID = re.compile("[0-9a-f]{32}")
 
 
-def routes(edge: Edge) -> APIRouter:
+def routes(edge: Edge, metrics: Metrics) -> APIRouter:
     router = APIRouter()
+    _add_probes(router, edge)
+    _add_views(router, edge)
+
+    @router.get("/metrics")
+    async def scrape(request: Request) -> Response:
+        """For Prometheus. Reading the broker blocks: that happens in a thread."""
+        accept = request.headers.get("accept", "")
+        body, content_type = await to_thread.run_sync(metrics.exposition, accept)
+        return Response(body, media_type=content_type)
+
+    return router
+
+
+def _add_probes(router: APIRouter, edge: Edge) -> None:
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
@@ -37,13 +59,42 @@ def routes(edge: Edge) -> APIRouter:
         told = {name: error.code if error else "ready" for name, error in found.items()}
         return JSONResponse({"status": "ready", "models": told})
 
+
+def _add_views(router: APIRouter, edge: Edge) -> None:
+    """What operators and `/dashboard` look at. No prompt text."""
+
     @router.get("/status")
     async def status() -> JSONResponse:
         models = [_shown(model) for model in edge.models.all]
         head = {"version": __version__, "model": edge.models.default.name, "models": models}
         return JSONResponse({**head, **await edge.backend.status()})
 
-    return router
+    static = page.load()
+
+    @router.get("/dashboard")
+    async def dashboard() -> Response:
+        """The same, as a page."""
+        return Response(static.html, headers=static.headers, media_type="text/html; charset=utf-8")
+
+    @router.get("/handoffs")
+    async def handoffs(request: Request) -> JSONResponse:
+        """Live handoffs and the last `recent` that ended, newest first."""
+        return JSONResponse({"handoffs": await edge.backend.handoffs(_recent(request))})
+
+    @router.get("/handoffs/{handoff_id}")
+    async def handoff(handoff_id: str) -> JSONResponse:
+        found = await edge.backend.handoff(handoff_id) if _ID.fullmatch(handoff_id) else None
+        if found is None:
+            raise HandoffUnknownError(handoff_id)
+        return JSONResponse(found)
+
+
+def _recent(request: Request) -> int:
+    """Raises InvalidParameterError."""
+    given = request.query_params.get("recent", "50")
+    if not re.fullmatch("[0-9]{1,3}", given, re.ASCII) or int(given) > _MOST:
+        raise InvalidParameterError("recent", f"`recent` must be a whole number from 0 to {_MOST}.")
+    return int(given)
 
 
 async def _missing(edge: Edge, model: Served) -> CrossfillError | None:

@@ -13,26 +13,38 @@ from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import LOGGING_CONFIG
 
-from pipeline import __version__
-from pipeline.api import admin, chat, completions, errors, models, openapi, responses, served
+from pipeline import __version__, log, tracing
+from pipeline.api import admin, chat, completions, errors, gauges, models, openapi, responses, served
 from pipeline.api.answer import Pace
 from pipeline.api.backend import BrokerBackend
 from pipeline.api.edge import Edge, unix_time
 from pipeline.api.gate import Gate
 from pipeline.api.keyring import Keyring
+from pipeline.api.meter import MeteredBackend
 from pipeline.api.relay import Backend
 from pipeline.api.served import Catalogue
 from pipeline.errors import ConfigError
+from pipeline.metrics import Metrics
 from pipeline.settings import ApiSettings, Settings
+from pipeline.tracing import Tracer
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _DRAIN_S = 30  # what a stopping server grants its running answers; then they are cancelled
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: ApiSettings, catalogue: Catalogue, backend: Backend) -> FastAPI:
+def create_app(
+    settings: ApiSettings,
+    catalogue: Catalogue,
+    backend: Backend,
+    metrics: Metrics | None = None,
+    tracer: Tracer | None = None,
+) -> FastAPI:
     """The ASGI application over any backend. Its lifespan starts and closes the backend. Raises ConfigError."""
+    metrics = metrics or Metrics("api")
+    backend = MeteredBackend(backend, metrics, tracer)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +57,7 @@ def create_app(settings: ApiSettings, catalogue: Catalogue, backend: Backend) ->
     app = openapi.Documented(title="Crossfill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     edge = Edge(settings, catalogue, backend, Pace(settings.hold_s, settings.keep_alive_s))
     errors.install(app)
-    app.include_router(admin.routes(edge))
+    app.include_router(admin.routes(edge, metrics))
     app.include_router(models.routes(edge))
     _add_inference(app, edge)
     _add_middleware(app, settings)
@@ -104,7 +116,8 @@ class Frame:
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
+            with tracing.under(Headers(scope=scope).get("traceparent", "")):
+                await self._app(scope, receive, named)
         except Exception as error:
             _log.exception("request %s broke", request_id)
             if started:
@@ -124,10 +137,20 @@ def serve(settings: Settings) -> None:
     """
     if settings.api is None:
         raise ConfigError("api.model is not set: which model is to be served?")
+    log.setup(settings.observe.log_format, "api")
     catalogue = served.load(settings.api, created=unix_time())
     backend = BrokerBackend(settings, catalogue.all)
     backend.require_broker(catalogue.all)
-    app = create_app(settings.api, catalogue, backend)
+    metrics = Metrics("api")
+    metrics.add_source(gauges.source(backend.operator, settings.broker.budget_bytes))
+    tracer = tracing.connect(settings.observe, "api", backend.operator.now_ms)
+    backend.operator.now_ms()  # asks for the broker's clock: later readings cost no round trip
+    app = create_app(settings.api, catalogue, backend, metrics, tracer)
     uvicorn.run(
-        app, host=settings.api.host, port=settings.api.port, timeout_graceful_shutdown=_DRAIN_S, log_level="info"
+        app,
+        host=settings.api.host,
+        port=settings.api.port,
+        timeout_graceful_shutdown=_DRAIN_S,
+        log_level="info",
+        log_config=LOGGING_CONFIG if settings.observe.log_format == "text" else None,  # None: as all our own lines
     )

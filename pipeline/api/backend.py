@@ -25,6 +25,7 @@ from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.operator import Operator
 from pipeline.broker.registry import Registry, Replica
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
@@ -51,6 +52,8 @@ class BrokerBackend:
         self._registry = Registry(self._client)
         self._dispatch = Dispatch(self._client, self._ledger, self._registry, settings)
         self._janitor = Janitor(self._client, self._client, self._ledger, self._registry, clock, settings)
+        self._clock = clock
+        self.operator = Operator(self._client, settings, clock)
         self._owner = f"api-{uuid.uuid4().hex}"
         self._pending: Counter[str] = Counter()  # decode replica -> handoffs of ours that have not ended
         self._engines = {worker.engine for worker in settings.workers}  # configured, or once seen
@@ -95,8 +98,15 @@ class BrokerBackend:
     async def status(self) -> dict[str, Any]:
         return await to_thread.run_sync(self._status)
 
+    async def handoffs(self, recent: int) -> list[dict[str, Any]]:
+        return await to_thread.run_sync(self.operator.handoffs, recent)
+
+    async def handoff(self, handoff_id: str) -> dict[str, Any] | None:
+        return await to_thread.run_sync(self.operator.handoff, handoff_id)
+
     def _beat(self) -> None:
         self._ledger.own(self._owner, _OWNER_TTL_S)
+        self._clock.refresh()  # two hosts' quartz clocks part by seconds a day
 
     def _ended(self, route: Route) -> None:
         self._pending[route.decode_replica] -= 1

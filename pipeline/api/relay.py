@@ -109,6 +109,14 @@ class Backend(Protocol):
         """Replicas, budget, queues and live handoffs, for people and benches."""
         ...
 
+    async def handoffs(self, recent: int) -> list[dict[str, Any]]:
+        """Traces of live handoffs, and of at most `recent` that ended lately."""
+        ...
+
+    async def handoff(self, handoff_id: str) -> dict[str, Any] | None:
+        """The trace of one, live or ended lately."""
+        ...
+
 
 class Event(NamedTuple):
     """Text of choice number `at`; `finish` on its last. `text` may be empty: something happened, nothing to show."""

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from pipeline import request as requests
-from pipeline import routing
+from pipeline import routing, tracing
 from pipeline.broker import queue
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.ledger import Change, Ledger
@@ -43,7 +43,7 @@ class Dispatch:
     def begin(self, request: Request, contract: Contract, route: Route, owner: str, model: str) -> None:
         """Write the record of a new handoff and queue its jobs. Raises BrokerError."""
         enqueue = partial(self._enqueue, jobs(request.handoff_id, route, model))
-        self.ledger.create(request, contract, asdict(route), owner, enqueue)
+        self.ledger.create(request, contract, asdict(route), owner, enqueue, tracing.current())
 
     def resend(self, handoff_id: str, attempts: Attempts, error: ErrorInfo, *, elsewhere: bool = False) -> bool:
         """P's attempt has failed by `error`: queue another one. D keeps what it has, and says anew what it wants.

@@ -70,8 +70,12 @@ class Ledger:
         route: Mapping[str, str | None],
         owner: str,
         enqueue: Callable[[Pipeline], object],
+        traceparent: str = "",
     ) -> None:
-        """Write the record and let `enqueue` queue every job of it, in one transaction: one global order."""
+        """Write the record and let `enqueue` queue every job of it, in one transaction: one global order.
+
+        `traceparent` is the span that P's and D's belong under.
+        """
         names = keys.HandoffKeys(request.handoff_id)
         now = self._clock.now_ms()
         record: dict[str, str | float] = {
@@ -82,6 +86,7 @@ class Ledger:
             "policy": self._settings.handoff.failure_policy,
             "owner": owner,
             "prompt_tokens": len(request.token_ids),
+            "traceparent": traceparent,
             "at_created": now,
             "decode_attempt": 1,
             "prefill_attempt": 1 if route.get("prefill_queue") else 0,

@@ -36,9 +36,9 @@ class Link(NamedTuple):
 class Operator:
     """Bound to the control broker. Every call raises BrokerError when it is away."""
 
-    def __init__(self, client: Redis, settings: Settings) -> None:
+    def __init__(self, client: Redis, settings: Settings, clock: BrokerClock | None = None) -> None:
         self._client = client
-        self._clock = BrokerClock(client)
+        self._clock = clock or BrokerClock(client)
         self._ledger = Ledger(client, client, self._clock, settings)
         self._registry = Registry(client)
 
@@ -59,6 +59,10 @@ class Operator:
         ids = {trace["handoff_id"] for trace in live}
         ended = [trace for trace in self._ledger.recent(recent) if trace["handoff_id"] not in ids]
         return [trace | {"live": True} for trace in live] + [trace | {"live": False} for trace in ended]
+
+    def live(self) -> int:
+        """Handoffs not yet released."""
+        return len(self._ledger.live())
 
     def handoff(self, handoff_id: str) -> dict[str, Any] | None:
         """The trace of one handoff, live or ended lately; None when nothing is known of it."""

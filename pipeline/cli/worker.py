@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline import log
 from pipeline.cli import config, lifeline
 from pipeline.errors import ConfigError
 from pipeline.settings import Settings, WorkerSettings
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     worker = choose(settings, options)
     from pipeline.workers import runtime  # here, so that no other command loads an engine's environment
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log.setup(settings.observe.log_format, worker.name)
     runtime.run(settings, worker)
     _leave()
 

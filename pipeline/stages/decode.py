@@ -22,7 +22,7 @@ from pipeline.stages.transfer import Transfer, TransferError
 
 def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object]:
     """D's job. Returns a summary for RQ; raises CrossfillError."""
-    with taking_part(services, handoff_id, "decode") as part:
+    with taking_part(services, handoff_id, "decode") as part, services.observer.watching(part):
         try:
             admission, first_tokens = _admission(part, engine)
             with closing(admission):

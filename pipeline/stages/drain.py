@@ -24,8 +24,10 @@ from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract, require_equal
 from pipeline.errors import BrokerError, CrossfillError, HandoffCancelledError, PeerError, StaleAttemptError
 from pipeline.handoff import Event, IllegalTransitionError, State
+from pipeline.metrics import Metrics
 from pipeline.request import Request
 from pipeline.settings import Settings
+from pipeline.stages.observe import Observer
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -48,6 +50,7 @@ class Services:
     signals: Signals
     clock: BrokerClock
     pages: Redis
+    observer: Observer = field(default_factory=lambda: Observer(Metrics("worker")))
 
 
 class PrefillFailedError(PeerError):

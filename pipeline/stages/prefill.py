@@ -24,7 +24,7 @@ from pipeline.stages.drain import Part, Services, require_wanted, taking_part
 
 def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str, object]:
     """P's job. Returns a summary for RQ; raises CrossfillError."""
-    with taking_part(services, handoff_id, "prefill") as part:
+    with taking_part(services, handoff_id, "prefill") as part, services.observer.watching(part):
         require_wanted(part.record)
         request = part.request
         with closing(engine.prefill(request)) as work:

@@ -12,13 +12,13 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline import engines
+from pipeline import engines, tracing
 from pipeline.broker import keys, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect, connect_blocking, require_ready
@@ -30,12 +30,14 @@ from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
 from pipeline.engines.base import Engine
 from pipeline.errors import BrokerError, StaleAttemptError
+from pipeline.metrics import Metrics, Reading
 from pipeline.page import Page, page_count, page_tokens
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings, WorkerSettings
 from pipeline.stages import decode, prefill
 from pipeline.stages.archive import Archive
 from pipeline.stages.drain import Services
+from pipeline.stages.observe import Observer
 from pipeline.stages.recording import RecordedEngine, Recorder
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _RECENT = 256  # ended handoffs among which a capture looks for its own
+_GAUGES = {"running": "running_requests"}  # an engine's gauge whose metric has another name
 _WARM_TOKENS = 80  # more than one page, so that export and import are warm too
 
 
@@ -109,7 +112,7 @@ class Runtime:
         self._worker = worker
         self._engine = engine
         self._client = client
-        clock = BrokerClock(client)
+        clock, metrics = BrokerClock(client), Metrics("worker")
         ledger = Ledger(client, client, clock, settings)
         self._clock = clock
         self._registry = Registry(client)
@@ -126,7 +129,10 @@ class Runtime:
             signals=self._signals,
             clock=clock,
             pages=connect(settings.broker.url),
+            observer=Observer(metrics, tracing.connect(settings.observe, worker.name, clock.now_ms)),
         )
+        metrics.add_source(self._readings)
+        self._end_metrics: Callable[[], None] = lambda: None
         self._lost = threading.Event()  # another process took our name: stop serving under it
         self._draining = False
         self._unwanted = False  # an operator wants this replica to take nothing new
@@ -138,6 +144,10 @@ class Runtime:
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
+        """Raises ConfigError, BrokerError."""
+        if self._worker.metrics_port:
+            serve = self._services.observer.metrics.serve
+            self._end_metrics = serve(self._worker.metrics_host, self._worker.metrics_port)
         self._registry.register(self._replica(), self._worker.lease_s)
         self._signals.start()
         self._heart.start()
@@ -169,6 +179,8 @@ class Runtime:
         with contextlib.suppress(BrokerError):  # else the lease ends by itself
             self._registry.withdraw(self._worker.name)
         self._signals.close()
+        self._end_metrics()
+        self._services.observer.tracer.close()
 
     def _make_takers(self) -> dict[str, ConcurrentWorker]:
         roles: dict[str, tuple[str, str, Callable[[str], dict[str, Any]]]] = {
@@ -218,6 +230,22 @@ class Runtime:
         running = {f"{role}_running": taker.running for role, taker in self._takers.items()}
         return running | ({"draining": 1} if self._draining or self._unwanted else {})
 
+    def _readings(self) -> Iterator[Reading]:
+        """For a scrape. An engine that has ended has no gauges; the rest is told all the same."""
+        load = self._load()
+        for role in self._takers:
+            yield Reading("crossfill_running_jobs", load[f"{role}_running"], (role,))
+        yield Reading("crossfill_draining", load.get("draining", 0))
+        worker = self._worker
+        yield Reading("crossfill_replica_info", 1, (worker.name, worker.engine, worker.role, worker.model.name))
+        try:
+            stats = self._stats()
+        except Exception as error:
+            _log.warning("no gauges of the engine: %s: %s", type(error).__name__, error)
+            return
+        for name, value in stats.items():
+            yield Reading(f"crossfill_engine_{_GAUGES.get(name, name)}", value)
+
     def _beat(self) -> None:
         """Publish gauges and renew leases; sweep three times within a lease. Only a lost name ends it early."""
         sweep_every = max(1, round(self._worker.lease_s / 3 / _BEAT_S))
@@ -234,6 +262,7 @@ class Runtime:
                 self._lost.set()
                 return
             except BrokerError as error:
+                self._services.observer.metrics.count("crossfill_broker_errors")
                 _log.warning("heartbeat: %s", error)
             except Exception:
                 _log.exception("heartbeat")  # a lease that ends by a bug of ours would look like death

@@ -111,3 +111,9 @@ class FakeBackend:
 
     async def status(self) -> dict[str, Any]:
         return {"replicas": [], "live": []}
+
+    async def handoffs(self, recent: int) -> list[dict[str, Any]]:
+        return [{"handoff_id": "a" * 32, "recent": recent}]
+
+    async def handoff(self, handoff_id: str) -> dict[str, Any] | None:
+        return {"handoff_id": handoff_id} if handoff_id == "a" * 32 else None

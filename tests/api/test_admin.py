@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pipeline.api.served import Served
 from pipeline.errors import BrokerError, NoReplicaError
 from tests.api.conftest import chat
-from tests.api.fake import FakeBackend
+from tests.api.fake import FakeBackend, steps
 
 pytestmark = pytest.mark.anyio
 
@@ -104,3 +104,38 @@ async def test_the_lifespan_is_the_backends(app: FastAPI, backend: FakeBackend) 
     async with app.router.lifespan_context(app):
         assert backend.log == [("start",)]
     assert backend.log == [("start",), ("end",)]
+
+
+async def test_metrics_are_prometheus_text(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE crossfill_requests_total counter" in answer.text
+    answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+
+
+async def test_what_a_request_did_is_counted(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    backend.scripts = [steps([5, 6, 7])]
+    assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+    text = (await client.get("/metrics")).text
+    assert 'crossfill_requests_total{model="tiny",outcome="finished"} 1.0' in text
+    assert 'crossfill_output_tokens_total{model="tiny"} 3.0' in text
+
+
+async def test_handoffs(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/handoffs")).json() == {"handoffs": [{"handoff_id": "a" * 32, "recent": 50}]}
+    assert (await client.get("/handoffs?recent=0")).json()["handoffs"][0]["recent"] == 0
+    assert (await client.get(f"/handoffs/{'a' * 32}")).json() == {"handoff_id": "a" * 32}
+
+
+@pytest.mark.parametrize("recent", ["-1", "257", "x", "1e2", "٣", ""])
+async def test_how_many_handoffs_is_a_small_number(client: httpx.AsyncClient, recent: str) -> None:
+    answer = await client.get("/handoffs", params={"recent": recent})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "recent")
+
+
+@pytest.mark.parametrize("handoff_id", ["b" * 32, "A" * 32, "x", "%7B*%7D"])
+async def test_an_unknown_handoff(client: httpx.AsyncClient, handoff_id: str) -> None:
+    answer = await client.get(f"/handoffs/{handoff_id}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "handoff_unknown")

@@ -42,7 +42,14 @@ class Scene:
     """A broker, an engine, the replica that serves it, and an API process's ledger."""
 
     def __init__(
-        self, url: str, client: Redis, *, role: Role = "both", lease_s: float = 5.0, payload_ttl_s: float = 30.0
+        self,
+        url: str,
+        client: Redis,
+        *,
+        role: Role = "both",
+        lease_s: float = 5.0,
+        payload_ttl_s: float = 30.0,
+        metrics_port: int = 0,
     ) -> None:
         self.url = url
         self.client = client
@@ -50,7 +57,13 @@ class Scene:
         broker = BrokerSettings(url=url, budget_bytes=8 * PAGE_BYTES, payload_ttl_s=payload_ttl_s)
         self.settings = Settings(broker=broker)
         self.worker = WorkerSettings(
-            name=NAME, engine="fake", model=Path("models/small"), role=role, slots=2, lease_s=lease_s
+            name=NAME,
+            engine="fake",
+            model=Path("models/small"),
+            role=role,
+            slots=2,
+            lease_s=lease_s,
+            metrics_port=metrics_port,
         )
         self.ledger = Ledger(client, client, BrokerClock(client), self.settings)
         self.ledger.own("api", 600)

@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +33,7 @@ from pipeline.sample import tiny
 from pipeline.settings import BrokerSettings, EngineSettings, Role, Settings, WorkerSettings
 from pipeline.workers import runtime
 from pipeline.workers.runtime import warm_up
+from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeAdmission, FakeEngine, FakePrefill, text
 from tests.stages.stand import eventually, settings
@@ -422,7 +424,7 @@ def test_a_drained_replica_finishes_its_own_jobs_and_leaves_prefill_to_others(bu
     eventually(lambda: _load(scene).get("draining") == 1, "the wish heard")
     request = scene.ask()
     eventually(lambda: scene.client.llen(f"rq:queue:{DECODE}") == 0, "its decode job taken")
-    assert scene.client.llen(f"rq:queue:{PREFILL}") == 1
+    eventually(lambda: scene.client.llen(f"rq:queue:{PREFILL}") == 1, "its prefill job, handed out or not, put back")
     Registry(scene.client).drain(NAME, undo=True)
     scene.finish(request)
     eventually(lambda: _load(scene) == IDLE, "at rest, and no longer draining")
@@ -440,3 +442,35 @@ def test_a_drained_replica_prefills_what_nobody_else_would(build: Build) -> None
 def _load(scene: Scene) -> dict[str, int]:
     said = next((one for one in Registry(scene.client).list() if one.name == NAME), None)
     return said.load if said else {}
+
+
+# -- metrics
+
+
+@BROKER
+def test_a_scrape_tells_what_runs_and_what_the_engine_says(build: Build) -> None:
+    scene = build(metrics_port=(port := free_port())).start()
+    request = scene.ask()
+    scene.finish(request)
+    eventually(lambda: _load(scene) == IDLE, "both jobs told")
+    text = _scrape(port)
+    assert f'crossfill_replica_info{{engine="fake",model="small",replica="{NAME}",role="both"}} 1.0' in text
+    assert 'crossfill_parts_total{outcome="done",role="prefill"} 1.0' in text
+    assert 'crossfill_parts_total{outcome="done",role="decode"} 1.0' in text
+    assert 'crossfill_running_jobs{role="decode"} 0.0' in text
+    assert "crossfill_draining 0.0" in text
+    for gauge in ("running_requests", "held_pages", "cached_pages", "free_pages", "tokens_sampled_total"):
+        assert f"crossfill_engine_{gauge} 0.0" in text
+    scene.engine.gauges_error = "no such device"
+    text = _scrape(port)
+    assert "crossfill_draining 0.0" in text
+    assert "crossfill_engine_held_pages" not in text
+    scene.engine.gauges_error = None
+    scene.close()
+    with pytest.raises(OSError, match="refused"):
+        _scrape(port)
+
+
+def _scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
