@@ -49,10 +49,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("doctor", help="check broker, replicas, contracts and link; say what to do")
     view.add_broker_flags(command)
     command.add_argument("--json", action="store_true", help="a JSON list of checks")
+    command.add_argument(
+        "--self-test", action="store_true", help="no broker needed: hand over between the engines installed here"
+    )
+    command.add_argument("--timeout", type=float, default=600.0, help="of --self-test, seconds for engines to start")
     command.set_defaults(handler=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.self_test:
+        from pipeline.cli import selftest  # here: it needs all that `crossfill up` needs
+
+        return selftest.run(Console(), options.timeout)
     settings = view.settings(options)
     with view.operator(options) as operator:
         checks = examine(operator, settings)
