@@ -6,7 +6,7 @@ import re
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from pipeline import __version__
 from pipeline.api import page
@@ -24,7 +24,7 @@ def routes(edge: Edge, metrics: Metrics) -> APIRouter:
     _add_probes(router, edge)
     _add_views(router, edge)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def scrape(request: Request) -> Response:
         """For Prometheus. Reading the broker blocks: that happens in a thread."""
         accept = request.headers.get("accept", "")
@@ -71,7 +71,7 @@ def _add_views(router: APIRouter, edge: Edge) -> None:
 
     static = page.load()
 
-    @router.get("/dashboard")
+    @router.get("/dashboard", response_class=HTMLResponse)
     async def dashboard() -> Response:
         """The same, as a page."""
         return Response(static.html, headers=static.headers, media_type="text/html; charset=utf-8")

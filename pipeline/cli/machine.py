@@ -8,6 +8,7 @@ Nothing is imported to find out: an engine lives in an environment of its own an
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def describe(model: Path, root: Path, prefix: Path, platform: str) -> Settings:
     """Workers for the engines found under `root` (the working directory) and in environment `prefix`. ConfigError."""
     if not (model / "config.json").exists():
         raise ConfigError(f"no checkpoint in {model}: `crossfill model smollm2` writes the sample one, or pass --model")
-    workers = _workers(engines(root, prefix, platform), model)
-    return Settings.model_validate({"api": {"model": model}, "workers": workers})
+    found = workers(engines(root, prefix, platform), model)
+    return Settings.model_validate({"api": {"model": model}, "workers": found})
 
 
 def engines(root: Path, prefix: Path, platform: str) -> dict[str, Path]:
@@ -62,16 +63,16 @@ def _python(environment: Path) -> Path:
     return environment / "bin" / "python"
 
 
-def _workers(found: dict[str, Path], model: Path) -> list[dict[str, Any]]:
+def workers(found: Mapping[str, Path], model: Path) -> list[dict[str, Any]]:
     """One worker in both roles for each engine, or one in each role where it is alone or can do no other."""
-    workers = []
+    made = []
     for engine, python in found.items():
         if len(found) > 1 and engine != "sglang":
-            workers.append(_worker(engine, engine, python, model))
+            made.append(_worker(engine, engine, python, model))
         else:
             roles = ("prefill", "decode")
-            workers += [_worker(f"{engine}-{role}", engine, python, model) | {"role": role} for role in roles]
-    return workers
+            made += [_worker(f"{engine}-{role}", engine, python, model) | {"role": role} for role in roles]
+    return made
 
 
 def _worker(name: str, engine: str, python: Path, model: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline import __version__
-from pipeline.cli import machine, up
+from pipeline.cli import demo, machine, up
 from pipeline.cli.chat import ask
 from pipeline.errors import CrossfillError
 from pipeline.sample import tiny
@@ -73,21 +72,16 @@ def host(engines: Mapping[str, Path]) -> str:
 
 
 def describe(engines: Mapping[str, Path], model: Path) -> Settings:
-    """A worker per engine in both roles; SGLang takes one for each."""
-    workers = []
-    for engine, python in engines.items():
-        roles = ("prefill", "decode") if engine == "sglang" else ("both",)
-        for role in roles:
-            worker = {"name": f"{engine}-{role}", "engine": engine, "model": model, "python": python, "role": role}
-            workers.append(worker | {"engine_settings": {"chunk_tokens": 64, "kv_cache_bytes": 64 << 20}})
+    """A worker per engine, or one per role where an engine is alone or can do no other."""
+    small = {"chunk_tokens": 64, "kv_cache_bytes": 64 << 20}
+    workers = [worker | {"engine_settings": small} for worker in machine.workers(engines, model)]
     return Settings.model_validate({"api": {"model": model, "port": _free_port()}, "workers": workers})
 
 
 def directions(url: str, settings: Settings) -> Iterator[Result]:
-    """Every ordered pair of engines, an engine with itself included: its pages cross the broker all the same."""
+    """Every ordered pair of two engines, or the only one with itself."""
     assert settings.api is not None
-    engines = list(dict.fromkeys(worker.engine for worker in settings.workers))
-    for number, (prefill, decode) in enumerate(product(engines, repeat=2)):
+    for number, (prefill, decode) in enumerate(demo.directions(settings)):
         messages = [{"role": "user", "content": f"Story {number}. {PROMPT}"}]  # a prompt of its own: no prefix is held
         body = {"model": settings.api.model.name, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
         yield attempt(url, body, prefill, decode)
