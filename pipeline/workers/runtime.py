@@ -7,7 +7,6 @@ from a thread of their own, so a long engine step is not death either.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import secrets
 import signal
@@ -142,6 +141,7 @@ class Runtime:
             threading.Thread(target=taker.run, name=f"rq-{role}", daemon=True) for role, taker in self._takers.items()
         ]
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._keeper = threading.Thread(target=self._keep_house, name="janitor", daemon=True)
 
     def start(self) -> None:
         """Raises ConfigError, BrokerError."""
@@ -151,6 +151,7 @@ class Runtime:
         self._registry.register(self._replica(), self._worker.lease_s)
         self._signals.start()
         self._heart.start()
+        self._keeper.start()
         for thread in self._threads:
             thread.start()
 
@@ -176,6 +177,7 @@ class Runtime:
         self._archive.close()
         self._stop.set()
         self._heart.join()
+        self._keeper.join()
         with contextlib.suppress(BrokerError):  # else the lease ends by itself
             self._registry.withdraw(self._worker.name)
         self._signals.close()
@@ -247,16 +249,10 @@ class Runtime:
             yield Reading(f"crossfill_engine_{_GAUGES.get(name, name)}", value)
 
     def _beat(self) -> None:
-        """Publish gauges and renew leases; sweep three times within a lease. Only a lost name ends it early."""
-        sweep_every = max(1, round(self._worker.lease_s / 3 / _BEAT_S))
-        for beat in itertools.count(1):
-            if self._stop.wait(_BEAT_S):
-                return
+        """Publish gauges and renew leases. Only a lost name ends it early."""
+        while not self._stop.wait(_BEAT_S):
             try:
                 self._renew()
-                if beat % sweep_every == 0:
-                    self._clock.refresh()
-                    self._janitor.sweep()
             except StaleAttemptError as error:
                 _log.error("heartbeat: %s", error)
                 self._lost.set()
@@ -266,6 +262,17 @@ class Runtime:
                 _log.warning("heartbeat: %s", error)
             except Exception:
                 _log.exception("heartbeat")  # a lease that ends by a bug of ours would look like death
+
+    def _keep_house(self) -> None:
+        """Sweep three times within a lease. Beside the heartbeat: over a slow link a sweep outlasts a lease."""
+        while not self._stop.wait(self._worker.lease_s / 3):
+            try:
+                self._clock.refresh()
+                self._janitor.sweep()
+            except BrokerError as error:
+                _log.warning("janitor: %s", error)
+            except Exception:
+                _log.exception("janitor")
 
     def _heed(self, unwanted: bool) -> None:
         """Routers look elsewhere while `draining` is in our load. Decode jobs in the queue are ours alone and are done;

@@ -67,6 +67,7 @@ class Nemesis:
         for fault in self._faults:
             if self._stop.wait(fault.after_s):
                 return
+            self._supervise()
             if fault.target in self._busy or (fault.kind == "restart_broker" and "broker" in self._busy):
                 continue
             self._history.note("fault", kind=fault.kind, target=fault.target, lasts_s=round(fault.lasts_s, 3))
@@ -74,6 +75,13 @@ class Nemesis:
             self._doing = [one for one in self._doing if one.is_alive()]
             self._doing.append(threading.Thread(target=self._carry_out, args=(fault,)))
             self._doing[-1].start()
+
+    def _supervise(self) -> None:
+        """Start again what ended by itself, as a supervisor would: a process refuses to start without a broker."""
+        for each in self._rig.crew.children:
+            if each.name not in self._busy and each.status is not None:
+                self._history.note("supervisor", name=each.name, status=each.status)
+                self._rig.crew.revive(each.name)
 
     def _carry_out(self, fault: Fault) -> None:
         try:

@@ -3,11 +3,12 @@ broker itself can be killed, paused and started again. `rest` is where the invar
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,12 +25,13 @@ from pipeline.engines.reference.oracle import split_run
 from pipeline.settings import Settings
 from tests.faults.call import Call
 from tests.ports import free_port
-from tests.proxy import Proxy
+from tests.proxy import Faults, Proxy
 from tests.scenarios.system import READY_S, System, eventually, worker
 
 API = "api"
 LEASE_S = 3.0
 BUDGET = 1 << 20  # 32 pages of the tiny model; one handoff may have four in flight
+CLAIM_S = 120.0
 REST_S = 60.0  # a bound for a loaded machine; the promise is 2 s after the lease has ended
 _PLAIN = (18, 19, 20, 21, 22, 23)  # "012345": a prompt that ends within no character
 MARGIN = 0.002  # logits of the tiny model: FP16 rounding of KV moves one by less than a tenth of this
@@ -91,12 +93,14 @@ class Rig(System):
         self.broker.close()
         self.broker = self.broker.from_url(url)  # ours does not pass a proxy
         self.deaths = Counter[str]()  # by name; counted before the kill
+        self._killed_s = -math.inf  # when a process was last killed
         self._free: dict[str, int] = {}
 
     # -- what a test does to it
 
     def kill(self, name: str) -> None:
         self.deaths[name] += 1
+        self._killed_s = time.monotonic()
         self.crew.child(name).kill()
         assert self.crew.child(name).join(10.0)
 
@@ -122,6 +126,39 @@ class Rig(System):
     def serving(self) -> None:
         """Wait until every process that should serve does."""
         eventually(lambda: all(self.crew.ready().values()), READY_S)
+
+    def handoff(self) -> str:
+        """Id of the one live handoff, once there is one."""
+        eventually(lambda: len(self.live()) == 1, REST_S)
+        return self.live()[0]
+
+    def live(self) -> list[str]:
+        found: list[Any] = list(self.broker.zrange("cf:live", 0, -1))
+        return [str(name, "ascii") for name in found]
+
+    def record(self, handoff: str) -> dict[str, str]:
+        """Its record as it lies there; empty when it is gone."""
+        raw: Any = self.broker.hgetall(f"cf:{{{handoff}}}:record")
+        return {name.decode(): value.decode() for name, value in raw.items()}
+
+    def await_record(self, handoff: str, met: Callable[[dict[str, str]], object]) -> dict[str, str]:
+        """The record as soon as `met` says so."""
+        deadline = time.monotonic() + REST_S
+        while not met(found := self.record(handoff)):
+            assert found, "the handoff has ended"
+            assert time.monotonic() < deadline, found
+            time.sleep(0.002)
+        return found
+
+    def worker_of(self, handoff: str, role: str) -> str:
+        """Name of the replica that works on `role` of it, once one does."""
+        return self.await_record(handoff, lambda found: f"{role}_worker" in found)[f"{role}_worker"].partition("@")[0]
+
+    def slow(self, role: str, latency_s: float) -> None:
+        """Each round trip of the replicas of `role` takes twice this: pages and tokens come one by one."""
+        for name, hop in self.hops.items():
+            if name.startswith(role[0]):
+                hop.apply(Faults(latency_s=latency_s))
 
     # -- the invariants
 
@@ -166,7 +203,9 @@ class Rig(System):
         """Jobs that wait, are being handed out or are believed to run."""
         found: dict[str, Any] = {}
         for key in map(bytes.decode, self.broker.scan_iter("rq:*", count=1000)):
-            if key.startswith(("rq:queue:", "rq:wip:")) and self.broker.type(key) in (b"list", b"zset"):
+            # what a killed worker claimed to run ends with RQ's own lease of it, after a minute and a half
+            claims = () if time.monotonic() - self._killed_s < CLAIM_S else ("rq:wip:",)
+            if key.startswith(("rq:queue:", *claims)) and self.broker.type(key) in (b"list", b"zset"):
                 size = self.broker.llen(key) if self.broker.type(key) == b"list" else self.broker.zcard(key)
                 if size:
                     found[key] = size
@@ -181,7 +220,7 @@ def settings(model: Path, url: str, hops: dict[str, Proxy], **sections: Any) -> 
         env = {"CROSSFILL_BROKER__URL": hops[name].url}
         small = {"chunk_tokens": 64}
         workers.append(worker(name, "reference", model, role, lease_s=LEASE_S, engine_settings=small, env=env))
-    limits = {"queue_s": 30, "accept_s": 20, "progress_s": 10, "total_s": 120}
+    limits = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
     broker = {"url": hops[API].url, "budget_bytes": BUDGET}
     return {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": limits, "workers": workers} | (
         sections

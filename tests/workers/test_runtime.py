@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ from rq.serializers import JSONSerializer
 
 from pipeline import engines
 from pipeline.broker import keys, queue, stream
+from pipeline.broker.janitor import Janitor
 from pipeline.broker.queue import ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
 from pipeline.engines.base import Capabilities
@@ -311,6 +313,28 @@ def test_it_sweeps(build: Build) -> None:
     scene.ledger.create(request, CONTRACT, {"decode_replica": NAME}, "api", lambda pipe: None)
     eventually(lambda: scene.state(request) is State.CANCELLED, "the janitor")
     eventually(lambda: scene.ledger.live() == [], "the release")
+
+
+@BROKER
+def test_a_sweep_that_takes_longer_than_the_lease_is_not_death(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a link of 150 ms each way a worker lost its lease to its own sweeps."""
+    swept, go_on = threading.Event(), threading.Event()
+
+    def long_sweep(janitor: Janitor) -> int:
+        swept.set()
+        go_on.wait(30)
+        return 0
+
+    monkeypatch.setattr(Janitor, "sweep", long_sweep)
+    scene = build(lease_s=1.0).start()
+    assert swept.wait(20)
+    seen = [int(scene.client.pttl(keys.replica(NAME)))]
+    while len(seen) < 100:  # two seconds and more
+        time.sleep(0.02)
+        seen.append(int(scene.client.pttl(keys.replica(NAME))))
+    go_on.set()
+    assert all(left_ms > 0 for left_ms in seen)
+    assert sum(after > before for before, after in itertools.pairwise(seen)) >= 2
 
 
 @BROKER
