@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.engines.base import FinishReason, TokenStep
 from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.ticket import Host, SglangTicket
@@ -29,7 +32,9 @@ class SglangAdmission(SglangTicket):
         self._limit = limit
         self._admitted = False
         self._held = 0
-        self._next = 0
+        self._next = 0  # the page to import next
+        self._written = 0  # pages before this one are in the pool
+        self._staged: NDArray[np.float16] | None = None  # pages of the copy that is being collected
         self._decoding = False
         self._left = 0  # tokens of SGLang's that are still to be cut: the first
         self._emitted = 0
@@ -59,15 +64,27 @@ class SglangAdmission(SglangTicket):
             self._require_next(page)
             self._copying += 1
         try:
-            if not self._host.link.copy_in(self.room, page.index, page.data):
-                self._require_alive()
-                raise EngineError(f"SGLang refuses page {page.index}: it has ended handoff {self.request.handoff_id}")
+            self._stage(page)
+            with self.changed:
+                self._next = page.index + 1
+                if self._kept is not None:
+                    self._kept.append(Page(page.index, page.tokens, page.data.copy()))
         finally:
             self._end_copy()
-        with self.changed:
-            self._next += 1
-            if self._kept is not None:
-                self._kept.append(Page(page.index, page.tokens, page.data.copy()))
+
+    def _stage(self, page: Page) -> None:
+        """Collect the page, and copy what was collected when it is a full run of the ring or the prompt complete."""
+        link = self._host.link
+        if self._staged is None:
+            self._staged = np.empty((min(link.batch, self.pages - page.index), *link.shape.array), np.float16)
+        begin = self._written
+        self._staged[page.index - begin] = page.data
+        if page.index + 1 < begin + len(self._staged):
+            return
+        pages, self._staged, self._written = self._staged, None, page.index + 1
+        if not link.copy_in(self.room, begin, pages):
+            self._require_alive()
+            raise EngineError(f"SGLang refuses page {page.index}: it has ended handoff {self.request.handoff_id}")
 
     def keep_pages(self) -> None:
         """From here on copies are kept here: SGLang frees a request's blocks by itself, and its plug-in cannot wait."""
@@ -125,7 +142,7 @@ class SglangAdmission(SglangTicket):
         if message.kind is Kind.ADMITTED:
             with self.changed:
                 self._admitted = True
-                self._held = self._next = message.page
+                self._held = self._next = self._written = message.page
                 self.changed.notify_all()
 
     # SGLang's event loop.

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.engines.sglang import message as messages
 from pipeline.engines.sglang.message import Kind, Message
-from pipeline.engines.sglang.ring import SLOTS, create
+from pipeline.engines.sglang.ring import RUNS, create, run_pages
 from pipeline.errors import EngineError
-from pipeline.page import PageArray, PageShape
+from pipeline.page import PageShape
 
 SHAPE = struct.Struct("<III")  # the first packet, with the ring's descriptor: layers, KV heads, head dim
 _CREDENTIALS = struct.Struct("iII")  # Linux: struct ucred
@@ -39,12 +40,13 @@ class Link:
         self.shape = shape
         self._on_message = on_message
         self._on_lost = on_lost
+        self.batch = run_pages(shape)  # pages of one copy at most
         self._ring, self._fd = create(shape)
         self._free: SimpleQueue[int] = SimpleQueue()
-        for slot in range(SLOTS):
-            self._free.put(slot)
+        for run in range(RUNS):
+            self._free.put(run)
         self._lock = threading.Lock()  # of what follows, and of sending
-        self._copies: dict[int, Future[bool]] = {}  # by slot
+        self._copies: dict[int, Future[bool]] = {}  # by run
         self._measures: list[Future[Message]] = []
         self._peer: socket.socket | None = None
         self._lost = False
@@ -67,16 +69,19 @@ class Link:
             with suppress(OSError):  # the receiving thread sees the same end and calls `on_lost`
                 self._peer.sendall(messages.encode(message))
 
-    def copy_out(self, room: int, page: int) -> PageArray | None:
-        """A fresh array of all 64 rows, whatever they hold. None when the request has ended. Raises EngineError."""
-        with self._slot() as slot:
-            return np.array(self._ring.slots[slot]) if self._copy(room, page, slot) else None
+    def copy_out(self, room: int, page: int, count: int = 1) -> NDArray[np.float16] | None:
+        """Fresh `(count, layers, 2, kv_heads, 64, head_dim)`, all 64 rows whatever they hold; at most `batch` pages.
 
-    def copy_in(self, room: int, page: int, data: PageArray) -> bool:
-        """False when the request has ended. Raises EngineError."""
-        with self._slot() as slot:
-            np.copyto(self._ring.slots[slot], data)
-            return self._copy(room, page, slot)
+        None when the request has ended. Raises EngineError.
+        """
+        with self._run_of_pages() as run:
+            return np.array(self._ring.runs[run][:count]) if self._copy(room, page, count, run) else None
+
+    def copy_in(self, room: int, page: int, pages: NDArray[np.float16]) -> bool:
+        """At most `batch` pages from `page` on. False when the request has ended. Raises EngineError."""
+        with self._run_of_pages() as run:
+            np.copyto(self._ring.runs[run][: len(pages)], pages)
+            return self._copy(room, page, len(pages), run)
 
     def measure(self) -> tuple[int, int]:
         """Pages that are free or could be evicted, and cached pages. Raises EngineError."""
@@ -102,24 +107,24 @@ class Link:
         self._thread.join()
 
     @contextmanager
-    def _slot(self) -> Iterator[int]:
-        """A slot of the ring, in order of asking. It never takes long: the plug-in answers every COPY at once."""
-        slot = self._free.get()
+    def _run_of_pages(self) -> Iterator[int]:
+        """A run of the ring, in order of asking. It never takes long: the plug-in answers every COPY at once."""
+        run = self._free.get()
         try:
-            yield slot
+            yield run
         finally:
-            self._free.put(slot)
+            self._free.put(run)
 
-    def _copy(self, room: int, page: int, slot: int) -> bool:
+    def _copy(self, room: int, page: int, count: int, run: int) -> bool:
         answer: Future[bool] = Future()
         with self._lock:
-            self._copies[slot] = answer
+            self._copies[run] = answer
         try:
-            self.say(Message(Kind.COPY, room, page, slot=slot))
+            self.say(Message(Kind.COPY, room, page, value=count, run=run))
             return answer.result()
         finally:
             with self._lock:
-                self._copies.pop(slot, None)
+                self._copies.pop(run, None)
 
     # The link's thread.
 
@@ -150,7 +155,7 @@ class Link:
     def _take(self, message: Message) -> None:
         if message.kind in _ANSWERS:
             with self._lock:
-                answer = self._copies.get(message.slot)
+                answer = self._copies.get(message.run)
             if answer is not None:
                 answer.set_result(message.kind is Kind.COPIED)
         elif message.kind is Kind.GAUGES:

@@ -1,7 +1,7 @@
 """Message: what worker and plug-in say to each other, one fixed-size packet each over a local SOCK_SEQPACKET socket.
 
-Control only: pages go through the ring. The worker owns the ring's slots and asks for every copy, so a free slot is the
-backpressure, nobody's page waits in a slot, and each handoff has at most the copies its job asked for. `room` names a
+Control only: pages go through the ring. The worker owns the ring's runs and asks for every copy, so a free run is the
+backpressure, nobody's pages wait in a run, and each handoff has at most the copies its job asked for. `room` names a
 request (never 0), `page` is the index of a page in its prompt.
 """
 
@@ -19,7 +19,7 @@ SIZE = _LAYOUT.size
 
 class Kind(IntEnum):
     # The worker's
-    COPY = 1  # between `page` and `slot`: out of the KV pool on P, into it on D
+    COPY = 1  # `value` pages from `page` on, between KV pool and `run`: out of the pool on P, into it on D
     RELEASE = 2  # P: every wanted page was copied, the blocks may go
     COMMIT = 3  # D: every page is there, `value` is P's first token
     MEASURE = 4
@@ -38,14 +38,14 @@ class Message(NamedTuple):
     room: int = 0
     page: int = 0
     value: int = 0
-    slot: int = 0
+    run: int = 0
 
 
 def encode(message: Message) -> bytes:
-    return _LAYOUT.pack(message.kind, message.slot, message.page, message.room, message.value)
+    return _LAYOUT.pack(message.kind, message.run, message.page, message.room, message.value)
 
 
 def decode(packet: bytes) -> Message:
     """Raises ValueError or struct.error when `packet` is not a message."""
-    kind, slot, page, room, value = _LAYOUT.unpack(packet)
-    return Message(Kind(kind), room, page, value, slot)
+    kind, run, page, room, value = _LAYOUT.unpack(packet)
+    return Message(Kind(kind), room, page, value, run)

@@ -12,7 +12,7 @@ from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.ticket import Host, SglangTicket
 from pipeline.engines.ticket import Unread
 from pipeline.errors import EngineError
-from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens, require_finite
+from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
 
@@ -22,6 +22,7 @@ class SglangPrefill(SglangTicket):
         self.pages = page_count(request.transfer_tokens)
         self.computed_tokens = 0  # prompt tokens that ran through the model; known at the end
         self._ready = 0
+        self._copied: dict[int, PageArray] = {}  # taken along with another page, not read yet
         self._unread = Unread(self.pages)
         self._first_token: int | None = None
         self._released = False
@@ -34,22 +35,27 @@ class SglangPrefill(SglangTicket):
     def read(self, index: int) -> Page:
         """A page that was read or skipped is gone: EngineError."""
         self._unread.require_page(index)
-        with self.changed:
-            self._wait(lambda: index < self._ready)
-            self._unread.require(index)
-            self._copying += 1
-        try:
-            page = self._copy(index)
-        finally:
-            self._end_copy()
+        page = self._page(index, self._source(index))
         with self.changed:
             self._unread.read(index)
         self.skip_to(0)
         return page
 
+    def _source(self, index: int) -> PageArray | int:
+        """The page, where an earlier copy took it along, else how many to copy; `_copy` must follow."""
+        with self.changed:
+            self._wait(lambda: index < self._ready)
+            self._unread.require(index)
+            if (data := self._copied.pop(index, None)) is not None:
+                return data
+            self._copying += 1
+            return min(self._host.link.batch, self._ready - index)
+
     def skip_to(self, index: int) -> None:
         with self.changed:
             self._unread.skip_to(index)
+            for passed in [one for one in self._copied if one < self._unread.first]:
+                del self._copied[passed]
         self._release()
         self._host.moved()
 
@@ -79,11 +85,23 @@ class SglangPrefill(SglangTicket):
     def _whole(self) -> bool:
         return self._released or self._closed
 
-    def _copy(self, index: int) -> Page:
-        data = self._host.link.copy_out(self.room, index)
-        if data is None:
-            self._require_alive()
-            raise EngineError(f"SGLang no longer holds page {index} of handoff {self.request.handoff_id}")
+    def _copy(self, index: int, count: int) -> PageArray:
+        """Page `index`. The others of the copy are in `_copied` before it counts as ended."""
+        try:
+            pages = self._host.link.copy_out(self.room, index, count)
+            if pages is None:
+                self._require_alive()
+                raise EngineError(f"SGLang no longer holds page {index} of handoff {self.request.handoff_id}")
+            first, *others = pages
+            with self.changed:
+                self._copied.update(enumerate(others, index + 1))
+        finally:
+            self._end_copy()
+        page: PageArray = first
+        return page
+
+    def _page(self, index: int, source: PageArray | int) -> Page:
+        data = self._copy(index, source) if isinstance(source, int) else source
         tokens = page_tokens(index, self.request.transfer_tokens)
         if tokens < PAGE_TOKENS:
             data[..., tokens:, :] = 0  # what was in the block before, and the last token where D computes that itself

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pipeline.engines.sglang.link import SHAPE, Link
 from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.plugin.station import Station
-from pipeline.engines.sglang.ring import SLOTS
+from pipeline.engines.sglang.ring import RUNS, run_pages
 from pipeline.errors import EngineError
 from pipeline.page import PageArray, PageShape
 from tests.engines.flow import PATIENCE_S, Waiter, eventually
@@ -23,7 +24,7 @@ PAGE = PageShape(layers=2, kv_heads=3, head_dim=8)
 
 
 class FakeTransfer:
-    """Pages filled with their number go out; what comes in is kept. `gate` holds copies up."""
+    """Pages filled with their numbers go out; what comes in is kept. `gate` holds copies up."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -36,7 +37,7 @@ class FakeTransfer:
         self.threads: set[str] = set()
         self.inward = False
 
-    def copy(self, page: int, slot: PageArray) -> bool:
+    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
         self.began.set()
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(PATIENCE_S)
@@ -45,9 +46,10 @@ class FakeTransfer:
         if page == 99:
             raise RuntimeError("a fault of the device")
         if self.inward:
-            self.incoming[page] = slot.copy()
+            self.incoming |= {at: data.copy() for at, data in enumerate(pages, page)}
         else:
-            slot[...] = page
+            for at, data in enumerate(pages, page):
+                data[...] = at
         return True
 
     def obey(self, message: Message) -> None:
@@ -91,21 +93,35 @@ def test_pages_go_out(ends: Ends) -> None:
     pages = [ends.link.copy_out(5, index) for index in (3, 4)]
     for page, index in zip(pages, (3, 4), strict=True):
         assert page is not None
-        assert page.shape == PAGE.array
-        assert (page == index).all()  # a copy: the slot was used again
+        assert page.shape == (1, *PAGE.array)
+        assert (page == index).all()  # a copy: the run was used again
     assert ends.transfer.threads == {"crossfill-station"}
 
 
-def test_pages_come_in(ends: Ends) -> None:
+def test_many_pages_move_with_one_message(ends: Ends) -> None:
+    assert ends.link.batch == run_pages(PAGE) == 16
+    pages = ends.link.copy_out(5, 20, 16)
+    assert pages is not None
+    assert [int(page.max()) for page in pages] == [int(page.min()) for page in pages] == list(range(20, 36))
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_pages_come_in(ends: Ends, count: int) -> None:
     ends.transfer.inward = True
-    data = np.random.default_rng(1).standard_normal(PAGE.array).astype(np.float16)
+    data = np.random.default_rng(1).standard_normal((count, *PAGE.array)).astype(np.float16)
     assert ends.link.copy_in(5, 7, data)
-    assert np.array_equal(ends.transfer.incoming[7], data)
+    assert list(ends.transfer.incoming) == list(range(7, 7 + count))
+    assert all(np.array_equal(ends.transfer.incoming[7 + at], data[at]) for at in range(count))
+
+
+def test_a_run_holds_fewer_pages_where_they_are_large() -> None:
+    large, huge = PageShape(layers=32, kv_heads=8, head_dim=128), PageShape(layers=80, kv_heads=8, head_dim=128)
+    assert [run_pages(shape) for shape in (large, huge)] == [2, 1]
 
 
 def test_what_has_ended_is_refused(ends: Ends) -> None:
     assert ends.link.copy_out(6, 0) is None  # nobody's room
-    assert not ends.link.copy_in(6, 0, PAGE.empty())
+    assert not ends.link.copy_in(6, 0, PAGE.empty()[None])
     ends.transfer.ended = True
     assert ends.link.copy_out(5, 0) is None
     ends.transfer.ended = False
@@ -121,15 +137,15 @@ def test_a_copy_that_fails_is_answered(ends: Ends, caplog: pytest.LogCaptureFixt
     assert ends.link.copy_out(5, 1) is not None
 
 
-def test_slots_are_the_backpressure_and_come_back(ends: Ends) -> None:
+def test_runs_are_the_backpressure_and_come_back(ends: Ends) -> None:
     ends.transfer.gate.clear()
-    waiters = [Waiter(lambda: ends.link.copy_out(5, 2)) for _ in range(3 * SLOTS)]
-    assert eventually(lambda: len(ends.link._copies) == SLOTS)
+    waiters = [Waiter(lambda: ends.link.copy_out(5, 2)) for _ in range(3 * RUNS)]
+    assert eventually(lambda: len(ends.link._copies) == RUNS)
     ends.transfer.gate.set()
     for waiter in waiters:
         waiter.join()
         assert waiter.error is None
-    assert sorted(ends.link._free.get() for _ in range(SLOTS)) == list(range(SLOTS))
+    assert sorted(ends.link._free.get() for _ in range(RUNS)) == list(range(RUNS))
 
 
 def test_orders_reach_the_transfer_and_words_the_worker(ends: Ends) -> None:
@@ -147,7 +163,7 @@ def test_gauges(ends: Ends) -> None:
 
 def test_every_copy_fails_when_the_other_end_is_gone(ends: Ends) -> None:
     ends.transfer.gate.clear()
-    waiting = [Waiter(lambda: ends.link.copy_out(5, 0)) for _ in range(2 * SLOTS)]
+    waiting = [Waiter(lambda: ends.link.copy_out(5, 0)) for _ in range(2 * RUNS)]
     assert ends.transfer.began.wait(PATIENCE_S)
     ends.hang_up()
     for waiter in waiting:

@@ -17,7 +17,7 @@ MESSAGES = st.builds(
     room=st.integers(0, 2**64 - 1),
     page=st.integers(0, 2**32 - 1),
     value=st.integers(-(2**63), 2**63 - 1),
-    slot=st.integers(0, 255),
+    run=st.integers(0, 255),
 )
 
 
@@ -28,8 +28,8 @@ def test_the_round_trip_is_exact(made: Message) -> None:
 
 
 def test_the_bytes() -> None:
-    assert message.encode(Message(Kind.COPY, room=0x0102, page=3, slot=7)).hex() == (
-        "01070000" "03000000" "0201000000000000" "0000000000000000"
+    assert message.encode(Message(Kind.COPY, room=0x0102, page=3, value=16, run=7)).hex() == (
+        "01070000" "03000000" "0201000000000000" "1000000000000000"
     )  # fmt: skip
 
 

@@ -33,19 +33,22 @@ def canonical(memory: list[Any], block: int) -> Any:
     return np.stack([np.stack(rows[: SHAPE.layers]), np.stack(rows[SHAPE.layers :])], axis=1)
 
 
-def test_read() -> None:
-    memory, page = arrays(), SHAPE.empty()
-    Pool(described(memory), SHAPE, None).read(3, page)
-    assert np.array_equal(page, canonical(memory, 3))
+def test_blocks_are_read_in_the_order_asked_for() -> None:
+    memory = arrays()
+    pages = np.full((3, *SHAPE.array), np.nan, np.float16)
+    pool = Pool(described(memory), SHAPE, None)
+    pool.read([3, 0, 4], pages, pool.fence())
+    assert all(np.array_equal(page, canonical(memory, block)) for page, block in zip(pages, (3, 0, 4), strict=True))
 
 
-def test_write_touches_one_block() -> None:
+def test_blocks_are_written_and_no_others() -> None:
     memory = arrays()
     before = [one.copy() for one in memory]
-    page = np.random.default_rng(8).standard_normal(SHAPE.array).astype(np.float16)
-    Pool(described(memory), SHAPE, None).write(2, page)
-    assert np.array_equal(canonical(memory, 2), page)
-    for block in (0, 1, 3, 4):
+    pages = np.random.default_rng(8).standard_normal((2, *SHAPE.array)).astype(np.float16)
+    Pool(described(memory), SHAPE, None).write([2, 4], pages)
+    assert np.array_equal(canonical(memory, 2), pages[0])
+    assert np.array_equal(canonical(memory, 4), pages[1])
+    for block in (0, 1, 3):
         assert np.array_equal(canonical(memory, block), canonical(before, block))
 
 

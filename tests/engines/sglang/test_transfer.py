@@ -28,19 +28,27 @@ class FakeManager:
         self.said: list[Message] = []
         self.rooms: dict[int, Any] = {}
         self.moved: list[tuple[str, int]] = []
+        self.fences: list[str] = []  # what each copy waited for
+        self.recorded = 0
         self.committed: list[tuple[int, int, int]] = []
         self.began, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
         self.station = SimpleNamespace(add=self.rooms.__setitem__, remove=self.rooms.pop, say=self.said.append)
-        self.pool = SimpleNamespace(read=self._mover("read"), write=self._mover("write"))
+        self.pool = SimpleNamespace(read=self._mover("read"), write=self._mover("write"), fence=self._fence)
 
     def _mover(self, way: str) -> Any:
-        def move(block: int, page: Any) -> None:
+        def move(blocks: list[int], pages: Any, after: Any) -> None:
             self.began.set()
             assert self.go_on.wait(PATIENCE_S)
-            self.moved.append((way, block))
+            assert len(pages) == len(blocks)
+            self.fences.append(after)
+            self.moved += [(way, block) for block in blocks]
 
         return move
+
+    def _fence(self) -> str:
+        self.recorded += 1
+        return f"fence {self.recorded}"
 
     def first_token(self, index: int) -> int:
         return TOKEN + index
@@ -113,6 +121,29 @@ def test_pages_that_are_not_there_are_refused() -> None:
     assert not sending.copy(0, SLOT)
     assert [receiving.copy(page, SLOT) for page in (0, 1, 2, 3, 4)] == [False, False, True, True, False]
     assert manager.moved == [("write", 20), ("write", 21)]
+
+
+def test_a_run_of_pages_moves_at_once_and_none_of_it_where_one_is_not_there() -> None:
+    manager = FakeManager()
+    sending, receiving = sender(manager), receiver(manager, [20, 21, 22], held_tokens=128)
+    sending.send(np.array([7, 8, 4]))
+    assert sending.copy(1, np.zeros(2, np.float16))
+    assert receiving.copy(2, np.zeros(3, np.float16))
+    assert not sending.copy(1, np.zeros(3, np.float16))
+    assert not receiving.copy(1, np.zeros(2, np.float16))
+    assert not receiving.copy(4, np.zeros(2, np.float16))
+    assert manager.moved == [("read", 8), ("read", 4), ("write", 20), ("write", 21), ("write", 22)]
+
+
+def test_copies_wait_for_what_was_queued_when_the_blocks_were_told() -> None:
+    manager = FakeManager()
+    sending, receiving = sender(manager), receiver(manager, [20], 0)
+    sending.send(np.array([7]))
+    sending.copy(0, SLOT)
+    receiving.copy(0, SLOT)
+    sending.send(np.array([8]))
+    sending.copy(1, SLOT)
+    assert manager.fences == ["fence 2", "fence 1", "fence 3"]
 
 
 def test_d_says_what_it_holds_and_commits() -> None:

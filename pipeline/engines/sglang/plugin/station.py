@@ -13,11 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.engines.sglang import message as messages
 from pipeline.engines.sglang.link import SHAPE
 from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.ring import Ring
-from pipeline.page import PageArray, PageShape
+from pipeline.page import PageShape
 
 _log = logging.getLogger(__name__)
 _BREATH_S = 0.0002
@@ -27,8 +30,9 @@ _IDLE_S = 0.001  # what a page waits at most while nothing is computed
 class Transfer(Protocol):
     """One request's pages, as SGLang sees them. All three are called on the station's thread."""
 
-    def copy(self, page: int, slot: PageArray) -> bool:
-        """False when the request has ended: nothing was touched."""
+    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
+        """As many as there is room for in `pages`, from `page` on. False when the request has ended: nothing was
+        touched."""
         ...
 
     def obey(self, message: Message) -> None:
@@ -49,7 +53,7 @@ class Station:
         self._peer.connect(f"\0{address}")
         packet, fds, _, _ = socket.recv_fds(self._peer, SHAPE.size, 1)
         self.shape = PageShape(*SHAPE.unpack(packet))
-        self._ring = Ring(fds[0], self.shape)
+        self.ring = Ring(fds[0], self.shape)
         self._transfers: dict[int, Transfer] = {}
         self._lock = threading.Lock()
         self._busy = False
@@ -107,7 +111,7 @@ class Station:
 
     def _copy(self, transfer: Transfer, message: Message) -> bool:
         try:
-            return transfer.copy(message.page, self._ring.slots[message.slot])
+            return transfer.copy(message.page, self.ring.runs[message.run][: message.value])
         except Exception:  # the worker must get an answer: it waits for one
-            _log.exception("page %d of room %d", message.page, message.room)
+            _log.exception("page %d of room %d, and %d behind it", message.page, message.room, message.value - 1)
             return False

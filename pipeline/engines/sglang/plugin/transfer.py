@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -25,7 +26,7 @@ from sglang.srt.disaggregation.base.conn import (
 from pipeline.engines.sglang.message import ADDRESS, Kind, Message
 from pipeline.engines.sglang.plugin.pool import Buffer, Pool
 from pipeline.engines.sglang.plugin.station import Station
-from pipeline.page import PAGE_TOKENS, PageArray
+from pipeline.page import PAGE_TOKENS
 
 _TOKEN, _COUNTS, _ROOM = 0, 1, -1  # SGLang's host buffers of a request: first token, token counts, and the commit gate
 
@@ -43,6 +44,7 @@ class Manager(BaseKVManager):
         buffers = [Buffer(*one) for one in zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)]
         gpu = args.gpu_id if str(server_args.device).startswith("cuda") else None
         self.pool = Pool(buffers, self.station.shape, gpu)
+        self.pool.pin(self.station.ring.memory)
         self._aux = [
             _bytes(*one) for one in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
         ]
@@ -97,23 +99,25 @@ class _Transfer:
         self._copying = False
         self._first = 0  # page of the prompt that the first of `_blocks` holds
         self._blocks: list[int] = []
+        self._after: Any = None  # the pool's fence: what happened to `_blocks` before is over once it has passed
         mgr.station.add(room, self)
 
-    def copy(self, page: int, slot: PageArray) -> bool:
+    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
         with self._changed:
             at = page - self._first
-            if self.conclude_state is not None or not 0 <= at < len(self._blocks):
+            blocks = self._blocks[at : at + len(pages)]
+            if self.conclude_state is not None or at < 0 or len(blocks) < len(pages):
                 return False
             self._copying = True
         try:
-            self._move(self._blocks[at], slot)
+            self._move(blocks, pages)
         finally:
             with self._changed:
                 self._copying = False
                 self._changed.notify_all()
         return True
 
-    def _move(self, block: int, slot: PageArray) -> None:
+    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
         raise NotImplementedError
 
     def obey(self, message: Message) -> None:
@@ -157,6 +161,7 @@ class Sender(_Transfer, BaseKVSender):
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **_: Any) -> None:
         with self._changed:
             self._blocks.extend(int(block) for block in kv_indices)
+            self._after = self.kv_mgr.pool.fence()
             ready = len(self._blocks)
         if ready == self._total:  # told first: when the last page is ready, all is done
             token = self.kv_mgr.first_token(self._index)
@@ -168,8 +173,8 @@ class Sender(_Transfer, BaseKVSender):
             self.kv_mgr.breathe()
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
 
-    def _move(self, block: int, slot: PageArray) -> None:
-        self.kv_mgr.pool.read(block, slot)
+    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
+        self.kv_mgr.pool.read(blocks, pages, self._after)
 
     def obey(self, message: Message) -> None:
         with self._changed:
@@ -203,6 +208,7 @@ class Receiver(_Transfer, BaseKVReceiver):
         with self._changed:
             self._first = (decode_prefix_len or 0) // PAGE_TOKENS
             self._blocks = [int(block) for block in kv_indices]
+            self._after = self.kv_mgr.pool.fence()
             self._index = -1 if aux_index is None else int(aux_index)
             self._state = KVPoll.Transferring
         self.kv_mgr.station.say(Message(Kind.ADMITTED, self.bootstrap_room, self._first))
@@ -215,8 +221,8 @@ class Receiver(_Transfer, BaseKVReceiver):
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         self.abort()
 
-    def _move(self, block: int, slot: PageArray) -> None:
-        self.kv_mgr.pool.write(block, slot)
+    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
+        self.kv_mgr.pool.write(blocks, pages, self._after)
 
     def obey(self, message: Message) -> None:
         with self._changed:
