@@ -1,4 +1,4 @@
-"""One system a checkpoint family: every engine as P and as D, each in a process of its own, so that every page crosses."""
+"""One system a checkpoint family: every engine as P and as D, each in its own process, so that every page crosses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Admission: room for one prompt, its KV coming in or being computed here, and the decoding that follows.
 
-Pages are copied in on the job's thread; the engine thread sees finished caches only.
+Pages go to the device on the job's thread; the engine thread puts them into place, a batch at a time, while others are
+still on their way.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from pipeline.engines.base import TokenStep
 from pipeline.engines.mlx.batch import Row
-from pipeline.engines.mlx.cache import STEP, Staging
+from pipeline.engines.mlx.cache import BATCH_PAGES, STEP, Assembly
 from pipeline.engines.mlx.core import Core
 from pipeline.engines.mlx.memory import Share
 from pipeline.engines.mlx.prefill import MlxPrefill
@@ -77,8 +81,7 @@ class _Admission:
             chunk = self._core.prompt(self._row)
             if chunk is None:
                 return iter(self._written_pages())
-            shape = self._core.model.shape
-            return iter([Page(at, page_tokens(at, chunk.tokens), chunk.copy_page(shape, at)) for at in chunk.pages])
+            return iter([Page(at, page_tokens(at, chunk.tokens), chunk.copy_page(at)) for at in chunk.pages])
 
     def _written_pages(self) -> list[Page]:
         """What came in so far."""
@@ -89,7 +92,7 @@ class _Admission:
 
     def _withdraw(self) -> None:
         """Take the work from the engine thread and let the memory go."""
-        self._core.withdraw(row=self._row)
+        raise NotImplementedError
 
     def _begin_decoding(self) -> None:
         if self._failure is not None:
@@ -107,11 +110,12 @@ class ImportAdmission(_Admission):
         self._keys = keys
         self._next = len(pin.pages)
         self._full: list[PageArray] = []  # imported full pages: for the store, once committed
+        self._on_device: list[Any] = []  # imported pages that are not in place yet
         # Room behind the prompt, so that the first steps need not copy all of it into a larger cache.
-        self._staging: Staging | None = Staging(core.model, self._tokens + min(row.limit, STEP))
-        for index, data in enumerate(pin.pages):
-            self._staging.write(index, PAGE_TOKENS, data)
+        self._assembly = Assembly(core.model, self._tokens + min(row.limit, STEP))
         core.enter(self)
+        for index, data in enumerate(pin.pages, 1):
+            self._bring(index, data)
 
     @property
     def kept_pages(self) -> int:
@@ -121,13 +125,21 @@ class ImportAdmission(_Admission):
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if self._staging is None:
+            if self._decoding:
                 raise EngineError("this request is decoding already")
             self._require_next(page)
-            self._staging.write(page.index, page.tokens, page.data)
+            self._bring(page.index + 1, page.data)
             if page.tokens == PAGE_TOKENS and self._core.store.cap_bytes:
                 self._full.append(page.data.copy())  # the caller's buffer is the network's
             self._next += 1
+
+    def _bring(self, pages: int, data: PageArray) -> None:
+        """Take the last of now `pages` pages to the device; into place with its batch, or with the prompt's last."""
+        self._on_device.append(mx.array(data))
+        if len(self._on_device) == BATCH_PAGES or pages == page_count(self._tokens):
+            first = pages - len(self._on_device)
+            self._core.fill(self._row, self._assembly, first, self._on_device)
+            self._on_device = []
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
         """`first_tokens` are not used: the last prompt token is computed here, so every token is drawn here."""
@@ -135,24 +147,24 @@ class ImportAdmission(_Admission):
             if self._next != page_count(self._tokens) and self._failure is None:
                 raise EngineError(f"{self._next} of {page_count(self._tokens)} pages are there: cannot decode")
             self._begin_decoding()
-            assert self._staging is not None  # only decoding and closing take it away
-            caches, self._staging = self._staging.take(self._tokens), None
-            self._core.join(self._row, caches)
+            self._core.join(self._row, lambda: self._assembly.take(self._tokens))
             for key, data in zip(self._keys[self._held_pages :], self._full, strict=False):  # the tail has no data
                 self._core.store.put(key, data)
             self._full.clear()
         return self._row.steps()
 
     def _written_pages(self) -> list[Page]:
-        if self._staging is None:  # on its way into the batch, or already out of it
+        if self._decoding:  # on its way into the batch, or already out of it
             return []
-        counts = [page_tokens(at, self._tokens) for at in range(self._next)]
-        return [Page(at, tokens, self._staging.read(at, tokens)) for at, tokens in enumerate(counts)]
+        placed = self._core.placed(self._assembly, self._next - len(self._on_device))
+        pages = [placed.copy_page(at) for at in placed.pages] if placed else []
+        pages += [np.array(page) for page in self._on_device]
+        return [Page(at, page_tokens(at, self._tokens), page) for at, page in enumerate(pages)]
 
     def _withdraw(self) -> None:
-        super()._withdraw()
+        self._core.withdraw(row=self._row, assembly=self._assembly)
         with self._lock:
-            self._staging = None
+            self._on_device.clear()
             self._full.clear()
             self._next = 0
 
@@ -223,7 +235,7 @@ class LocalAdmission(_Admission):
     def _join_when_ready(self) -> None:
         if self._wanted and self._caches is not None and self._failure is None:
             caches, self._caches = self._caches, None
-            self._core.join(self._row, caches)
+            self._core.join(self._row, lambda: caches)
 
     def _stop(self) -> None:
         self._pages.close()

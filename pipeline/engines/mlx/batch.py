@@ -119,8 +119,7 @@ class Batch:
             start = int(one.left_padding[at].item())
             rows = slice(start, start + tokens)
             layers.append((one.keys[at : at + 1, :, rows], one.values[at : at + 1, :, rows]))
-        mx.eval(layers)
-        return Chunk(0, tokens, layers)
+        return kv.chunk(layers, 0) if layers else Chunk(0, 0, None)
 
     def leave(self, row: Row) -> None:
         """Take a row out, wherever it is. Idempotent."""

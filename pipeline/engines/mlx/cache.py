@@ -1,9 +1,10 @@
 """Cache: KV between canonical FP16 pages and the caches that mlx-lm computes on.
 
-Out: a Tap keeps the keys and values a layer has just produced, so that a job's thread copies pages from them while
-the next chunk computes; the big buffer, which the model updates in place, is never read. In: pages are written
-into one staging buffer in the compute dtype, which becomes the caches. MLX may share evaluated arrays between
-threads, and nothing else: whoever hands arrays over evaluates them first.
+Out: a Tap keeps the keys and values a layer has just produced; together they become pages on the device, and a job's
+thread copies whole pages while the next chunk computes. The big buffer, which the model updates in place, is never
+read. In: pages go to the device as they come and are put into place there, so that nothing is left to do once the last
+one is here. MLX may share evaluated arrays between threads, and nothing else: whoever hands arrays over evaluates them
+first; an array made from host memory is evaluated by construction.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from pipeline.engines.mlx.lm import KVCache
 from pipeline.engines.mlx.model import Model
 from pipeline.errors import EngineError
-from pipeline.page import PAGE_TOKENS, PageArray, PageShape, page_tokens
+from pipeline.page import PAGE_TOKENS, PageArray, page_count
 
+BATCH_PAGES = 16  # put into place at once: two operations a layer, whatever their number
 STEP = 256  # mlx-lm grows a cache by this many tokens, copying all of it each time
 
 
@@ -47,86 +49,100 @@ class Tap(KVCache):
         return fresh
 
 
+def as_pages(layers: Sequence[tuple[Any, Any]]) -> Any:
+    """`(pages, layers, 2, kv_heads, 64, head_dim)` in FP16 of the keys and values `(1, kv_heads, tokens, head_dim)` of
+    each layer, zero behind the last token. Not evaluated."""
+    rows = mx.concatenate([array for pair in layers for array in pair])
+    planes, heads, tokens, dim = rows.shape
+    pages = page_count(tokens)
+    rows = mx.pad(rows, [(0, 0), (0, 0), (0, pages * PAGE_TOKENS - tokens), (0, 0)])
+    split = rows.reshape(planes // 2, 2, heads, pages, PAGE_TOKENS, dim)
+    return mx.contiguous(split.astype(mx.float16).transpose(3, 0, 1, 2, 4, 5))
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Evaluated keys and values of the tokens `[start, start + tokens)`, per layer. `start` begins a page."""
+    """The tokens `[start, start + tokens)`, `start` begins a page; `array`: their `as_pages`, evaluated.
+
+    An overflow of FP16 has become Inf, which the reader of the page refuses by name.
+    """
 
     start: int
     tokens: int
-    layers: list[tuple[Any, Any]]
+    array: Any
 
     @property
     def pages(self) -> range:
         first = self.start // PAGE_TOKENS
         return range(first, first + -(-self.tokens // PAGE_TOKENS))
 
-    def copy_page(self, shape: PageShape, index: int) -> PageArray:
-        """Page `index`, rounded to FP16, in a fresh array; rows that this chunk does not have stay zero."""
-        page = shape.empty()
-        low = index * PAGE_TOKENS - self.start
-        count = page_tokens(index, self.start + self.tokens)
-        with np.errstate(over="ignore"):  # an overflow becomes Inf, which the reader of the page refuses by name
-            for target, pair in zip(page, self.layers, strict=True):
-                for rows, array in zip(target, pair, strict=True):
-                    rows[:, :count] = np.asarray(array)[0, :, low : low + count]
-        return page
+    def copy_page(self, index: int) -> PageArray:
+        """Page `index` in a fresh array; rows that this chunk does not have are zero."""
+        return np.array(np.asarray(self.array)[index - self.start // PAGE_TOKENS])
 
 
-class Staging:
-    """Room for `tokens` tokens of KV as `[layer][K,V][kv_head][capacity][head_dim]` in the compute dtype."""
+def chunk(layers: Sequence[tuple[Any, Any]], start: int) -> Chunk:
+    """Of the keys and values `(1, kv_heads, tokens, head_dim)` of each layer, evaluated."""
+    array = as_pages(layers)
+    mx.eval(array)
+    return Chunk(start, layers[0][0].shape[2], array)
+
+
+class Assembly:
+    """Caches with room for `tokens` tokens, filled page by page. All but the constructor is for the engine thread."""
 
     def __init__(self, model: Model, tokens: int) -> None:
-        shape = model.shape
-        self._dtype = model.numpy_dtype
-        self._layers = [
-            np.zeros((2, 1, shape.kv_heads, capacity(tokens), shape.head_dim), self._dtype) for _ in range(shape.layers)
-        ]
+        self._dtype = model.dtype
+        self._size = (1, model.shape.kv_heads, capacity(tokens), model.shape.head_dim)
+        self._caches = [Tap() for _ in range(model.shape.layers)]
+        self._empty = True
 
-    def write(self, index: int, tokens: int, data: PageArray) -> None:
-        """Copy the `tokens` valid rows of page `index` in."""
-        start = index * PAGE_TOKENS
-        for layer, source in zip(self._layers, data, strict=True):
-            layer[:, 0, :, start : start + tokens] = source[:, :, :tokens]
+    def add(self, first: int, pages: Sequence[Any]) -> None:
+        """Put evaluated pages `(layers, 2, kv_heads, 64, head_dim)` into place, from page `first` on; does not wait."""
+        self._allocate()
+        layers, _, heads, _, dim = pages[0].shape
+        begin, end = first * PAGE_TOKENS, (first + len(pages)) * PAGE_TOKENS
+        rows = mx.stack(pages, axis=3).reshape(layers, 2, 1, heads, end - begin, dim).astype(self._dtype)
+        for cache, (keys, values) in zip(self._caches, rows, strict=True):
+            # Nobody else has these arrays, so MLX updates them in place.
+            cache.keys[..., begin:end, :], cache.values[..., begin:end, :] = keys, values
+        mx.async_eval([(cache.keys, cache.values) for cache in self._caches])
 
-    def read(self, index: int, tokens: int) -> PageArray:
-        """Page `index`, of which `tokens` rows were written, in a fresh array."""
-        start = index * PAGE_TOKENS
-        layers = np.stack([layer[:, 0, :, start : start + PAGE_TOKENS] for layer in self._layers])
-        page = layers.astype(np.float16)  # what was written came as FP16: exact
-        page[:, :, :, tokens:] = 0
-        return page
-
-    def take(self, tokens: int) -> list[KVCache]:
-        """Caches that hold the first `tokens` tokens. Each layer is let go as soon as it was copied.
-
-        Arrays made from numpy are evaluated by construction, so the caches may go to another thread.
-        """
-        self._layers.reverse()
-        caches = []
-        while self._layers:
-            layer = self._layers.pop()
-            cache = KVCache()
-            cache.keys, cache.values = mx.array(layer[0]), mx.array(layer[1])
+    def take(self, tokens: int) -> list[Tap]:
+        """The caches, which hold `tokens` tokens. Once."""
+        self._allocate()
+        caches, self._caches = self._caches, []
+        for cache in caches:
             cache.offset = tokens
-            caches.append(cache)
         return caches
+
+    def pages(self, count: int) -> Chunk | None:
+        """Evaluated copies of the leading `count` pages, which are all in place. None once taken or cleared."""
+        if not self._caches or not count:
+            return None
+        rows = [
+            (cache.keys[..., : count * PAGE_TOKENS, :], cache.values[..., : count * PAGE_TOKENS, :])
+            for cache in self._caches
+        ]
+        return chunk(rows, 0)
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._caches = []
+
+    def _allocate(self) -> None:
+        if self._empty and self._size[2]:
+            for cache in self._caches:
+                cache.keys, cache.values = mx.zeros(self._size, self._dtype), mx.zeros(self._size, self._dtype)
+        self._empty = False
 
 
 def start(model: Model, tokens: int, held: Sequence[PageArray]) -> list[Tap]:
-    """Caches with room for `tokens` tokens that begin with the full pages `held`."""
-    taps = [Tap() for _ in range(model.shape.layers)]
-    if held:
-        staging = Staging(model, tokens)
-        for index, page in enumerate(held):
-            staging.write(index, PAGE_TOKENS, page)
-        sources = staging.take(len(held) * PAGE_TOKENS)
-        for tap, source in zip(taps, sources, strict=True):
-            tap.keys, tap.values, tap.offset = source.keys, source.values, source.offset
-    elif tokens:
-        size = (1, model.shape.kv_heads, capacity(tokens), model.shape.head_dim)
-        for tap in taps:
-            tap.keys, tap.values = mx.zeros(size, model.dtype), mx.zeros(size, model.dtype)
-    return taps
+    """Caches with room for `tokens` tokens that begin with the full pages `held`. Engine thread."""
+    assembly = Assembly(model, tokens)
+    for first in range(0, len(held), BATCH_PAGES):
+        assembly.add(first, [mx.array(page) for page in held[first : first + BATCH_PAGES]])
+    return assembly.take(len(held) * PAGE_TOKENS)
 
 
 def require_fits(model: Model, caches: Sequence[Any], tokens: int) -> None:

@@ -7,7 +7,7 @@ marked so; everything else belongs to the thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import mlx.core as mx
 from pipeline.contract import Contract
 from pipeline.engines.mlx import model as checkpoint_model
 from pipeline.engines.mlx.batch import Batch, Row
-from pipeline.engines.mlx.cache import Chunk
+from pipeline.engines.mlx.cache import Assembly, Chunk
 from pipeline.engines.mlx.loop import Loop
 from pipeline.engines.mlx.memory import Memory
 from pipeline.engines.mlx.prompt import Prompt
@@ -75,20 +75,24 @@ class Core:
         if queued.done():
             queued.result()
 
-    def withdraw(self, prompts: Iterable[Prompt] = (), row: Row | None = None) -> None:
-        """Take work out again; returns once the device no longer works on it."""
-        done = self.loop.post(lambda: self._withdraw(list(prompts), row))
-        done.exception()  # it only fails where the engine has ended, and then nothing works on it
+    def fill(self, row: Row, assembly: Assembly, first: int, pages: list[Any]) -> None:
+        """Put evaluated `pages` into place, from page `first` on; what goes wrong fails `row`."""
+        self.loop.post(lambda: assembly.add(first, pages)).add_done_callback(lambda done: _tell(row, done))
 
-    def prompt(self, row: Row) -> Chunk | None:
-        """KV of the prompt of a request that decodes, or has and was to be kept. Raises what ended the engine."""
+    def placed(self, assembly: Assembly, count: int) -> Chunk | None:
+        """Copies of its leading `count` pages; None when it decodes or was cleared. Raises what ended the engine."""
         found: list[Chunk | None] = []
-        self.loop.post(lambda: found.append(self._batch.prompt(row))).result()
+        self.loop.post(lambda: found.append(assembly.pages(count))).result()
         return found[0]
 
-    def join(self, row: Row, caches: list[Any]) -> None:
-        """Let a request decode: `caches`, evaluated, hold all its prompt but the last token."""
-        self.loop.post(lambda: self._join(row, caches)).add_done_callback(lambda done: _tell(row, done))
+    def withdraw(
+        self, prompts: Iterable[Prompt] = (), row: Row | None = None, assembly: Assembly | None = None
+    ) -> None:
+        """Take work out again; returns once the device no longer works on it."""
+        done = self.loop.post(lambda: self._withdraw(list(prompts), row, assembly))
+        done.exception()  # it only fails where the engine has ended, and then nothing works on it
+
+from pipeline.engines.mlx.cache import Assembly, Chunk
 
     # The engine thread.
 
@@ -159,7 +163,7 @@ class Core:
         self.tokens_sampled += self._batch.join(row, caches)
         self.prompt_tokens_computed += 1
 
-    def _withdraw(self, prompts: list[Prompt], row: Row | None) -> None:
+    def _withdraw(self, prompts: list[Prompt], row: Row | None, assembly: Assembly | None = None) -> None:
         for prompt in prompts:
             if prompt in self._prompts:
                 self._prompts.remove(prompt)
@@ -167,6 +171,8 @@ class Core:
             mx.clear_cache()
         if row is not None:
             self._batch.leave(row)
+        if assembly is not None:
+            assembly.clear()
 
     def _fail_all(self, error: EngineError) -> None:
         self.failure = error

@@ -141,8 +141,8 @@ class MlxEngine:
     def _pages(
         self, tokens: Sequence[int], keys: Sequence[bytes], pin: Pin, *, on_close: Callable[[MlxPrefill], None]
     ) -> MlxPrefill:
-        shape, core = self._contract.page_shape, self._core
-        return MlxPrefill(shape, len(tokens), keys, pin, core.store, on_free=core.loop.wake, on_close=on_close)
+        core = self._core
+        return MlxPrefill(len(tokens), keys, pin, core.store, on_free=core.loop.wake, on_close=on_close)
 
     def _room(self, tokens: int, timeout_s: float, check: Check) -> Share:
         # One step more than its tokens: where two requests of different length are padded to one batch.

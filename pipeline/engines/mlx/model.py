@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
-from numpy.typing import DTypeLike
 
 from pipeline.contract import Contract
 from pipeline.engines.mlx.lm import KVCache, load_model, make_prompt_cache
@@ -35,10 +33,6 @@ class Model:
     dtype: Any
     shape: PageShape
     queues: bool
-
-    @property
-    def numpy_dtype(self) -> DTypeLike:
-        return np.float16 if self.dtype == mx.float16 else np.float32
 
     @property
     def token_bytes(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.store import PageStore, Pin
 from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError
-from pipeline.page import PAGE_TOKENS, Page, PageArray, PageShape, page_count, page_tokens, require_finite
+from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens, require_finite
 
 
 class MlxPrefill:
@@ -23,7 +23,6 @@ class MlxPrefill:
 
     def __init__(
         self,
-        shape: PageShape,
         tokens: int,
         keys: Sequence[bytes],
         pin: Pin,
@@ -32,7 +31,6 @@ class MlxPrefill:
         on_free: Callable[[], None],
         on_close: Callable[[MlxPrefill], None],
     ) -> None:
-        self._shape = shape
         self._tokens = tokens
         self._keys = keys
         self._pin = pin
@@ -148,7 +146,7 @@ class MlxPrefill:
             return Page(index, tokens, held.copy())
         if chunk is None:
             raise EngineError(f"page {index} was read or passed over before")
-        page = Page(index, tokens, chunk.copy_page(self._shape, index))
+        page = Page(index, tokens, chunk.copy_page(index))
         require_finite(page)
         if tokens == PAGE_TOKENS and self._store.cap_bytes:
             self._store.put(self._keys[index], page.data.copy())

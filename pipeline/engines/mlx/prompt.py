@@ -69,9 +69,10 @@ class Prompt:
         # those of the last token where somebody wants the next one.
         logits = model.module(mx.array([self._tokens[self._at : self._at + count]]), cache=caches)
         layers = [cache.take() for cache in caches]
-        mx.eval(layers, [(cache.keys, cache.values) for cache in caches])
         _require_shape(model, layers, count)
-        chunk = Chunk(self._at, count, layers)
+        pages = kv.as_pages(layers)
+        mx.eval(pages, [(cache.keys, cache.values) for cache in caches])
+        chunk = Chunk(self._at, count, pages)
         self._at += count
         if self._sampler is not None and self.done:
             self.first_tokens = (int(self._sampler(logits[:, -1, :], self._at).item()),)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,9 @@ from pipeline.page import PAGE_TOKENS, PageArray, PageShape
 
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from pipeline.engines.mlx.cache import Chunk
+import mlx.core as mx
+
+from pipeline.engines.mlx.cache import Chunk, as_pages
 from pipeline.engines.mlx.prefill import MlxPrefill
 from tests.engines.flow import Waiter
 
@@ -30,7 +31,6 @@ class Made:
             self.store.put(KEYS[index], np.full(SHAPE.array, index, np.float16))
         self.closed: list[MlxPrefill] = []
         self.pages = MlxPrefill(
-            SHAPE,
             tokens,
             KEYS,
             self.store.pin(KEYS[:held]),
@@ -41,8 +41,9 @@ class Made:
 
     def feed(self, start: int, tokens: int, kind: type[Chunk] = Chunk) -> None:
         rows = np.arange(start, start + tokens, dtype=np.float32)[None, None, :, None].repeat(2, axis=3)
-        layers: list[tuple[Any, Any]] = [(rows, -rows)]
-        self.pages.feed(kind(start, tokens, layers))
+        pages = as_pages([(mx.array(rows), mx.array(-rows))])
+        mx.eval(pages)
+        self.pages.feed(kind(start, tokens, pages))
 
 
 def expected(index: int, tokens: int) -> PageArray:
@@ -122,7 +123,7 @@ def test_passed_over_pages_are_let_go_before_and_after_they_are_computed() -> No
 
 def test_infinite_kv_is_refused() -> None:
     made = Made(10)
-    made.pages.feed(Chunk(0, 10, [(np.full((1, 1, 10, 2), 1e9), np.zeros((1, 1, 10, 2)))]))
+    made.pages.feed(Chunk(0, 10, as_pages([(mx.full((1, 1, 10, 2), 1e9), mx.zeros((1, 1, 10, 2)))])))
     with pytest.raises(EngineError, match="page 0 holds NaN or Inf"):
         made.pages.read(0)
 
@@ -146,10 +147,10 @@ class SlowChunk(Chunk):
     entered = threading.Event()
     leave = threading.Event()
 
-    def copy_page(self, shape: PageShape, index: int) -> PageArray:
+    def copy_page(self, index: int) -> PageArray:
         self.entered.set()
         assert self.leave.wait(60)
-        return super().copy_page(shape, index)
+        return super().copy_page(index)
 
 
 def test_close_waits_for_a_copy_that_runs() -> None:
