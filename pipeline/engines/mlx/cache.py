@@ -52,12 +52,13 @@ class Tap(KVCache):
 def as_pages(layers: Sequence[tuple[Any, Any]]) -> Any:
     """`(pages, layers, 2, kv_heads, 64, head_dim)` in FP16 of the keys and values `(1, kv_heads, tokens, head_dim)` of
     each layer, zero behind the last token. Not evaluated."""
-    rows = mx.concatenate([array for pair in layers for array in pair])
+    rows = mx.concatenate([array.astype(mx.float16) for pair in layers for array in pair])
     planes, heads, tokens, dim = rows.shape
     pages = page_count(tokens)
-    rows = mx.pad(rows, [(0, 0), (0, 0), (0, pages * PAGE_TOKENS - tokens), (0, 0)])
+    if missing := pages * PAGE_TOKENS - tokens:  # a pad of nothing would still copy
+        rows = mx.pad(rows, [(0, 0), (0, 0), (0, missing), (0, 0)])
     split = rows.reshape(planes // 2, 2, heads, pages, PAGE_TOKENS, dim)
-    return mx.contiguous(split.astype(mx.float16).transpose(3, 0, 1, 2, 4, 5))
+    return mx.contiguous(split.transpose(3, 0, 1, 2, 4, 5))
 
 
 @dataclass(frozen=True, slots=True)
