@@ -92,7 +92,15 @@ class Core:
         done = self.loop.post(lambda: self._withdraw(list(prompts), row, assembly))
         done.exception()  # it only fails where the engine has ended, and then nothing works on it
 
-from pipeline.engines.mlx.cache import Assembly, Chunk
+    def prompt(self, row: Row) -> Chunk | None:
+        """KV of the prompt of a request that decodes, or has and was to be kept. Raises what ended the engine."""
+        found: list[Chunk | None] = []
+        self.loop.post(lambda: found.append(self._batch.prompt(row))).result()
+        return found[0]
+
+    def join(self, row: Row, caches: Callable[[], list[Any]]) -> None:
+        """Let a request decode: `caches()`, on the engine thread, hold all its prompt but the last token."""
+        self.loop.post(lambda: self._join(row, caches())).add_done_callback(lambda done: _tell(row, done))
 
     # The engine thread.
 
