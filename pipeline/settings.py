@@ -44,6 +44,9 @@ class EngineSettings(_Section):
     prefix_cache_bytes: int = Field(256 * MIB, ge=0)  # MLX and reference: pages kept for prefix hits
     held_pages: int = Field(256, ge=1)  # pages that may wait for export before new prompts are held back
     compute_dtype: Literal["auto", "float16", "float32"] = "auto"  # float32 on a CPU: MLX always, vLLM without AVX-512
+    arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict
+    )  # SGLang: more fields of its ServerArgs
 
 
 class WorkerSettings(_Section):

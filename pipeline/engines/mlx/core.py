@@ -21,8 +21,9 @@ from pipeline.engines.mlx.cache import Assembly, Chunk
 from pipeline.engines.mlx.loop import Loop
 from pipeline.engines.mlx.memory import Memory
 from pipeline.engines.mlx.prompt import Prompt
+from pipeline.engines.room import shortage
 from pipeline.engines.store import PageStore
-from pipeline.errors import CrossfillError, EngineError
+from pipeline.errors import ConfigError, CrossfillError, EngineError
 from pipeline.settings import EngineSettings
 
 
@@ -44,6 +45,7 @@ class Core:
     def __init__(self, loop: Loop[Core], checkpoint: Path, contract: Contract, settings: EngineSettings) -> None:
         self.loop = loop
         self.settings = settings
+        _require_room(checkpoint, settings.kv_cache_bytes)
         self.model = checkpoint_model.load(checkpoint, contract, settings.compute_dtype)
         self.store = PageStore(settings.prefix_cache_bytes)
         self.memory = Memory(settings.kv_cache_bytes, self.model.token_bytes, settings.max_running, loop.wake)
@@ -186,6 +188,14 @@ class Core:
         self.failure = error
         for one in self.live():
             one.fail(error)
+
+
+def _require_room(checkpoint: Path, kv_cache_bytes: int) -> None:
+    """Caches grow with requests: better no start than a machine out of memory later. Raises ConfigError."""
+    device: dict[str, Any] = mx.device_info()
+    size = device.get("free_memory") or device.get("memory_size")  # of CUDA, of Metal; a CPU tells neither
+    if size and (short := shortage(checkpoint, kv_cache_bytes, int(size))):
+        raise ConfigError(f"MLX cannot serve the model: {short}")
 
 
 def _engine_error(error: BaseException) -> CrossfillError:

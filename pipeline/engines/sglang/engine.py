@@ -73,7 +73,14 @@ class SglangEngine:
         self._closed = False
         self.link = Link(self._contract.page_shape, self._route, self._lost)
         try:
-            self._server = Server(checkpoint, self._role, self.link.address, self._arguments())
+            self._server = Server(
+                checkpoint,
+                self._role,
+                self.link.address,
+                self._arguments(),
+                settings.arguments,
+                self._pages * self._contract.page_shape.page_bytes,
+            )
             if not self.link.wait_attached(_ATTACH_S):
                 raise ConfigError("SGLang started without Crossfill's plug-in in its scheduler")
         except BaseException:

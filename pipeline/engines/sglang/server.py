@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Container, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.engines.room import shortage
 from pipeline.engines.sglang.message import ADDRESS
 from pipeline.engines.sglang.ticket import SglangTicket
 from pipeline.errors import ConfigError, EngineError
@@ -42,17 +43,26 @@ _CPU = {
 class Server:
     """Loads the model; blocks until SGLang is ready (30 to 140 s). For the main thread: it sets a signal handler.
 
-    `arguments` are `ServerArgs` fields beside those that follow from the device. Raises ConfigError.
+    `arguments` are `ServerArgs` fields beside those that follow from the device, `more` those of an operator.
+    `kv_cache_bytes` is what the pool will take. Raises ConfigError.
     """
 
-    def __init__(self, checkpoint: Path, role: str, address: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        role: str,
+        address: str,
+        arguments: dict[str, Any],
+        more: Mapping[str, Any],
+        kv_cache_bytes: int,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-loop", daemon=True)
         os.environ[ADDRESS] = address
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
-            self._engine = _build(checkpoint, role, arguments)
+            self._engine = _build(checkpoint, role, arguments, more, kv_cache_bytes)
         finally:
             del os.environ[ADDRESS]  # the scheduler has its copy
         self._manager = self._engine.tokenizer_manager
@@ -143,7 +153,17 @@ async def _read(ticket: SglangTicket, outputs: Any) -> None:
             ticket.fail(EngineError(f"SGLang aborted the request: {reason.get('message')}"))
 
 
-def _build(checkpoint: Path, role: str, arguments: dict[str, Any]) -> Any:
+def checked(more: Mapping[str, Any], known: Container[str], ours: Container[str]) -> Mapping[str, Any]:
+    """An operator's own `ServerArgs` fields. Raises ConfigError for one that SGLang lacks or that is ours to set."""
+    for name in more:
+        if name not in known:
+            raise ConfigError(f"engine_settings.arguments: this SGLang has no argument {name!r}")
+        if name in ours:
+            raise ConfigError(f"engine_settings.arguments: {name!r} is set by Crossfill, page transfer relies on it")
+    return more
+
+
+def _build(checkpoint: Path, role: str, arguments: dict[str, Any], more: Mapping[str, Any], kv_cache_bytes: int) -> Any:
     """SGLang's engine. Warnings of what it imports are silenced: nobody here can act on them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,11 +181,13 @@ def _build(checkpoint: Path, role: str, arguments: dict[str, Any]) -> Any:
         _require_plugin()
         known = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
         wanted = _common(checkpoint, role) | arguments
+        wanted |= checked(more, known, wanted)
         handlers, level = logging.root.handlers[:], logging.root.level
         try:
             return sglang.Engine(**{name: value for name, value in wanted.items() if name in known})
         except Exception as error:
-            raise ConfigError(f"SGLang could not load the model: {error}") from error
+            short = torch.cuda.is_available() and shortage(checkpoint, kv_cache_bytes, torch.cuda.mem_get_info()[0])
+            raise ConfigError(f"SGLang could not load the model: {short or error}") from error
         finally:  # it has made the process's log its own
             logging.root.handlers[:] = handlers
             logging.root.setLevel(level)

@@ -17,6 +17,7 @@ from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
 from pipeline.engines.base import Capabilities, Check, EngineStats
+from pipeline.engines.room import shortage
 from pipeline.engines.ticket import admitted, require_fit
 from pipeline.engines.vllm import linear
 from pipeline.engines.vllm.blocks import verify_layout
@@ -136,7 +137,11 @@ class VllmEngine:
                 raise ConfigError(f"vLLM runs on {device!r} here: its KV layout is known for CPU and CUDA only")
             current_platform.import_kernels()
             verify_layout(self._contract.page_shape, device)
-            engine = LLMEngine.from_engine_args(self._engine_args(checkpoint))
+            try:
+                engine = LLMEngine.from_engine_args(self._engine_args(checkpoint))
+            except Exception as error:
+                short = device == "cuda" and shortage(checkpoint, self._settings.kv_cache_bytes, _free_bytes())
+                raise ConfigError(f"vLLM could not load the model: {short or error}") from error
             if device == "cpu" and linear.wanted(self._settings.compute_dtype):
                 linear.widen(engine.model_executor.driver_worker.worker.model_runner.model)
             return engine
@@ -174,6 +179,13 @@ class VllmEngine:
                 kv_connector_extra_config={"exchange": self._exchange.id, "contract": encode_contract(self._contract)},
             ),
         )
+
+
+def _free_bytes() -> int:
+    """Of the GPU, with what this process has taken of it so far."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
 
 def _held_pages(ticket: VllmTicket) -> int:
