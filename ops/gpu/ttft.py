@@ -8,18 +8,33 @@ is the median of its own prefill in these very handoffs; where it decodes, the s
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from bench import ttft
-from bench.client import Sample
+from bench.client import Sample, stream
 from ops.gpu import system
 
 
 def routes(engines: list[str]) -> list[str]:
     locals_ = [f"local:{engine}" for engine in engines if engine not in system.ONE_ROLE]
     return locals_ + [f"{p}->{d}" for p in engines for d in engines if p != d]
+
+
+def measure(running: system.System, options: argparse.Namespace, tokens: int, chosen: list[str]) -> list[Sample]:
+    """A warm-up of each route, then rounds over all of them."""
+    vocabulary = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    taken = []
+    for number in range(options.samples + 1):
+        for at, route in enumerate(chosen):
+            prompt = ttft.prompt(vocabulary, 100 * number + at, tokens)
+            sample = stream(running.http, options.model.name, prompt, route, options.tokens)
+            taken += [sample] if number else []
+    return taken
 
 
 def summary(samples: list[Sample]) -> list[dict[str, Any]]:
@@ -67,13 +82,16 @@ def main() -> None:
     parser = system.arguments(__doc__)
     parser.add_argument("--lengths", default="51,184,744,2844,8000,32000")
     parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--routes", help="default: each engine alone where it can be, and every direction")
     options = parser.parse_args()
     engines = options.engines.split(",")
+    chosen = options.routes.split(",") if options.routes else routes(engines)
     result: dict[str, Any] = {"question": "TTFT of each engine alone and of each direction, on one GPU"}
     result |= {"samples": options.samples, "rows": [], "raw": []}
     with system.opened(options) as running:
         for tokens in (int(n) for n in options.lengths.split(",")):
-            taken = ttft.measure(running.http, options.model, [tokens], routes(engines), options.samples)
+            taken = measure(running, options, tokens, chosen)
             result["rows"] += (rows := summary(taken))
             result["raw"] += [_raw(sample) for sample in taken]
             for row in rows:

@@ -83,6 +83,7 @@ class SglangEngine:
             )
             if not self.link.wait_attached(_ATTACH_S):
                 raise ConfigError("SGLang started without Crossfill's plug-in in its scheduler")
+            self._require_pool()
         except BaseException:
             self.link.close()
             raise
@@ -234,6 +235,16 @@ class SglangEngine:
             raise EngineError(
                 f"{prompt_tokens} prompt tokens and max_tokens = {limit} need {needed} tokens of KV and kv_cache_bytes "
                 f"allows {self._pages * PAGE_TOKENS}: raise it, or ask for fewer tokens"
+            )
+
+    def _require_pool(self) -> None:
+        """SGLang takes a smaller pool than it was asked for without a word. Raises ConfigError."""
+        free, page_bytes = self.link.measure()[0], self._contract.page_shape.page_bytes
+        if free + 1 < self._pages:  # it may keep a page for itself
+            self._server.close()
+            raise ConfigError(
+                f"out of memory: SGLang found room for {free} pages of KV, kv_cache_bytes = "
+                f"{self._settings.kv_cache_bytes} is {self._pages}: set {free * page_bytes} or free memory"
             )
 
     def _cache_key(self, request: Request) -> str:
