@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,8 @@ class Pool:
         status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(status):
             _log.warning("the page ring cannot be pinned (CUDA error %d): copies will be slower", int(status))
+            with suppress(RuntimeError):  # the next launch would report this error as its own
+                torch.zeros(1, device=self._stage.device)
 
     def fence(self) -> Any:
         """Everything that the calling thread, the scheduler's, has queued so far; for `read` and `write`."""
