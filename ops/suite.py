@@ -76,6 +76,8 @@ def plan() -> list[Run]:
         runs.append(Run("engines: vLLM", VLLM, ("tests/engines", "-k", "vllm or transformers"), ("vllm",)))
         # An SGLang start takes a minute or two: one checkpoint family here, all three by `make pairs`.
         runs.append(Run("engines: SGLang", SGLANG, ("tests/engines", "-k", "sglang and not qwen"), ("sglang",)))
+        # Likewise: every engine in both roles is started once, for all sixteen pairs.
+        runs.append(Run("pairs", CORE, ("tests/pairs/test_pairs.py",), _ALL))
     return runs
 
 

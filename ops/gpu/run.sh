@@ -4,11 +4,16 @@
 #   checkpoint   write the random checkpoint (Qwen2.5-0.5B dimensions) to $MODEL, once
 #   tests        the engine contract suite and vLLM's own tests, on the GPU
 #   copies       device time of moving KV pages out of and into vLLM's blocks      gpu-copies.json
-#   pairs        text of both directions against each engine alone                 gpu-pairs-A-B.json
-#   ttft         TTFT of each engine alone and of both directions                  gpu-ttft-A-B.json
+#   ring         the same for SGLang's pool and the page ring                      gpu-copies-sglang.json
+#   pairs        text of all directions against each engine alone                  gpu-pairs-A-B.json
+#   ttft         TTFT of each engine alone and of all directions                   gpu-ttft-A-B.json
+#   soak         500 requests, a fifth cancelled in every phase                    gpu-soak-A-B.json
+#   oom          a KV pool larger than the GPU: what is said, and is it given back
 #
-# Each piece ends within nine minutes. ENGINES (default "vllm,mlx") names the pair. An engine with packages in a folder
-# of its own is named by CROSSFILL_SITE_<ENGINE>; /tmp/site-<engine> is taken when it is there.
+# Each piece ends within nine minutes. ENGINES (default "vllm,mlx") names the engines. An engine with packages in a folder
+# of its own is named by CROSSFILL_SITE_<ENGINE>; /tmp/site-<engine> is taken when it is there. pairs, ttft and soak take
+# a system that runs already with `--at RUN.json` (see ops/gpu/system.py). Without a GPU they run too, with MODEL a tiny
+# checkpoint and smaller numbers: `--kv-mib 64 --budget-mib 4 --requests 60`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 piece=$1 results=${2:-bench/results}
@@ -30,6 +35,9 @@ case $piece in
            tests/engines/test_contract.py tests/engines/test_contract_ends.py tests/engines/vllm -k "vllm or own or shared or cuda" \
            2>&1 | tee "$results/gpu-tests.txt" | tail -40 ;;
   copies) with_vllm python3 -m ops.gpu.copies "$MODEL" "$results/gpu-copies.json" "${@:3}" ;;
-  pairs | ttft) python3 -m ops.gpu.system "$piece" "$MODEL" "$results/gpu-$piece-$pair.json" --engines "$ENGINES" "${@:3}" ;;
+  ring) python3 -m ops.gpu.ring "$results/gpu-copies-sglang.json" ;;
+  pairs | ttft | soak)
+    python3 -m "ops.gpu.$piece" "$MODEL" "$results/gpu-$piece-$pair.json" --engines "$ENGINES" "${@:3}" ;;
+  oom) python3 -m ops.gpu.oom "$MODEL" ${ENGINES//,/ } ;;
   *) echo "unknown piece $piece" >&2; exit 2 ;;
 esac

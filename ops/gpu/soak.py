@@ -95,8 +95,8 @@ class Watcher:
     """Ends victims in their phase, and keeps the traces of all that ended. One thread."""
 
     def __init__(self, broker_url: str) -> None:
-        client = Redis.from_url(broker_url)
-        self._ledger = Ledger(client, client, BrokerClock(client), Settings())
+        self._client = Redis.from_url(broker_url)
+        self._ledger = Ledger(self._client, self._client, BrokerClock(self._client), Settings())
         self._victims: dict[int, Order] = {}  # by prompt length, which is unique among victims
         self.traces: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
@@ -112,6 +112,7 @@ class Watcher:
         self._stop.set()
         self._thread.join()
         self._harvest()
+        self._client.close()
 
     def met(self, lengths: set[int]) -> Counter[str]:
         """How many victims were met in each phase, and how many had ended before."""

@@ -23,7 +23,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class System:
         self.model = model
         self.http = httpx.Client(base_url=url, timeout=120)
         self.broker = Redis.from_url(broker_url)
+
+    def close(self) -> None:
+        self.http.close()
+        self.broker.close()
 
     def complete(self, prompt: Sequence[int], route: str, tokens: int) -> dict[str, Any]:
         """Greedy, with a salt of its own. Raises RuntimeError when the answer is an error."""
@@ -180,10 +184,14 @@ def opened(options: argparse.Namespace) -> Iterator[System]:
     """The system of `--at`, else one of our own."""
     if options.at is not None:
         at = json.loads(options.at.read_text())
-        yield System(at["url"], at["broker"], options.model)
+        with closing(System(at["url"], at["broker"], options.model)) as system:
+            yield system
         return
-    with launched(options, options.engines.split(",")) as (fleet, _):
-        yield System(fleet.url, fleet.settings.broker.url, options.model)
+    with (
+        launched(options, options.engines.split(",")) as (fleet, _),
+        closing(System(fleet.url, fleet.settings.broker.url, options.model)) as system,
+    ):
+        yield system
 
 
 def up(options: argparse.Namespace) -> None:
