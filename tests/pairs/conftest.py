@@ -13,6 +13,8 @@ from tests.ports import free_port
 from tests.scenarios.conftest import required
 from tests.scenarios.system import System, system, worker
 
+READY_S = 900.0  # eight engines load at once
+
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
@@ -35,5 +37,5 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sys
         "handoff": {"failure_policy": "fail"},
         "workers": [worker(f"{e}-{role}", e, model, role) for e in ENGINES for role in ("prefill", "decode")],
     }
-    with system(settings, tmp_path_factory.mktemp("fleet")) as running:
+    with system(settings, tmp_path_factory.mktemp("fleet"), READY_S) as running:
         yield running

@@ -23,7 +23,7 @@ ENGINES = ("vllm", "sglang", "mlx", "reference")
 PAIRS = [f"{p}->{d}" for p in ENGINES for d in ENGINES]
 LENGTHS = (1, 2, 63, 64, 65, 66, 127, 128, 129, 130, 192, 193, 744)
 TOKENS = 8
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 class Asked(NamedTuple):

@@ -115,12 +115,12 @@ def eventually(true: Callable[[], bool], timeout_s: float = SETTLE_S) -> None:
 
 
 @contextmanager
-def system(settings: dict[str, Any], directory: Path) -> Iterator[System]:
+def system(settings: dict[str, Any], directory: Path, ready_s: float = READY_S) -> Iterator[System]:
     """Start it, wait until it is ready, stop it."""
     fleet = Fleet(Settings.model_validate(settings), directory, os.environ)
     try:
         fleet.start()
-        for _ in fleet.wait_ready(READY_S):
+        for _ in fleet.wait_ready(ready_s):
             pass
         running = System(fleet)
         yield running
