@@ -100,7 +100,7 @@ class SglangAdmission(SglangTicket):
                 raise EngineError(
                     f"SGLang gives out pages that were imported after `keep_pages` only: it held {self._held} itself"
                 )
-            return iter(list(self._kept))
+            return iter([Page(page.index, page.tokens, page.data.copy()) for page in self._kept])
 
     def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
         if len(first_tokens) != 1:
