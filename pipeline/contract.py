@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from pipeline.errors import ContractMismatchError
 from pipeline.page import PAGE_TOKENS, PageShape
@@ -39,7 +40,12 @@ class Contract:
     @property
     def digest(self) -> str:
         """Hex SHA-256 over every field that must agree; names queues (first 8 digits) and seeds the prefix chain."""
-        return hashlib.sha256(json.dumps(_shared(self), sort_keys=True).encode()).hexdigest()
+        return _digest(self)
+
+
+@lru_cache(maxsize=64)  # asked for every replica and request; a process sees a handful of contracts
+def _digest(contract: Contract) -> str:
+    return hashlib.sha256(json.dumps(_shared(contract), sort_keys=True).encode()).hexdigest()
 
 
 def _shared(contract: Contract) -> dict[str, object]:
