@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": Command("pipeline.cli.serve", "run the OpenAI-compatible API"),
     "worker": Command("pipeline.cli.worker", "run one replica: an engine in one or two roles"),
     "status": Command("pipeline.cli.status", "show replicas, budget and live handoffs of a running API"),
+    "explain": Command("pipeline.cli.explain", "show what each way would cost a prompt, and which one is chosen"),
     "key": Command("pipeline.cli.key", "make, list and revoke API keys"),
     "queues": Command("pipeline.cli.queues", "show the jobs of every queue by where they are"),
     "replicas": Command("pipeline.cli.replicas", "show the replicas that are alive"),

@@ -83,7 +83,7 @@ class Curve:
         near = min((_ratio(x, px) for px, _ in points))
         if len(points) == 1:
             ((only_x, only_y),) = points
-            return Value(only_y * max(1.0, x / max(only_x, 1.0)), near <= NEAR)
+            return Value(only_y * x / max(only_x, 1.0), near <= NEAR)  # hopeful below, so that it is tried there
         left, right = _around(points, x)
         slope = (right[1] - left[1]) / max(right[0] - left[0], 1e-9)
         if left[0] <= x <= right[0]:

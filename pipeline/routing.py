@@ -24,6 +24,7 @@ from pipeline.errors import (
 )
 
 HEADER = "X-Crossfill-Route"
+_DECODERS_LOOKED_AT = 4
 _ENGINE = r"[a-z][a-z0-9_]*"
 _LOCAL = re.compile(rf"local:({_ENGINE})")
 _PAIR = re.compile(rf"({_ENGINE})->({_ENGINE})")
@@ -117,6 +118,44 @@ def choose(
         _require_same_model(alive, contract, wish)
         raise
     return _route(decoder, prefill, contract.digest)
+
+
+def ways(
+    replicas: Iterable[Candidate],
+    contract: Contract,
+    prompt_tokens: int,
+    wish: Wish,
+    *,
+    pending: Mapping[str, int] | None = None,
+    needs: frozenset[str] = frozenset(),
+    prefer: Collection[str] = (),
+) -> list[Route]:
+    """Every route that could serve the prompt, handoffs first, then by the decoders' load; empty where `choose` raises.
+
+    Of many decoders the least busy are looked at, and those of `prefer` (replica names: who holds its prefix).
+    One whose slots are all taken is left out while another has room.
+    """
+    serving = [r for r in _serving(replicas, contract) if prompt_tokens < r.contract.context_length]
+    with contextlib.suppress(NoReplicaError, UnsupportedFeatureError):
+        able = _able(_decoders(serving, wish), needs)
+        able.sort(key=lambda r: (_decode_load(r, pending or {}), r.name))
+        free = [r for r in able if _decode_load(r, pending or {}) < 1] or able
+        looked = [r for i, r in enumerate(free) if i < _DECODERS_LOOKED_AT or r.name in prefer]
+        pairs = [(d, p) for d in looked for p in _prefills_for(serving, d, wish, prompt_tokens, needs)]
+        return [_route(d, p, contract.digest) for d, p in sorted(pairs, key=lambda pair: pair[1] is None)]
+    return []
+
+
+def _prefills_for(
+    serving: Sequence[Candidate], decoder: Candidate, wish: Wish, prompt_tokens: int, needs: frozenset[str]
+) -> list[str | None]:
+    """Engines that can compute a prompt for `decoder`, None for itself."""
+    drawn = needs if decoder.needs_first_token else frozenset[str]()
+    others = [r for r in serving if _prefills(r) and r.name != decoder.name and wish.prefill in (None, r.engine)]
+    unable = {r.engine for r in others if not drawn <= r.features}  # any replica of an engine may take the job
+    nothing_to_move = decoder.can_prefill and prompt_tokens == 1
+    engines = [] if wish.local or nothing_to_move else sorted({r.engine for r in others} - unable)
+    return [*engines, *([None] if decoder.can_prefill and wish.prefill is None else [])]
 
 
 def resend(

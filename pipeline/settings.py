@@ -115,6 +115,13 @@ class HandoffSettings(_Section):
     total_s: float = 600.0
 
 
+class RoutingSettings(_Section):
+    """Who decides where a prompt goes when its request does not say."""
+
+    # cost: the way that was fastest so far, local ones included; handoff: another engine's prefill wherever one lives
+    policy: Literal["cost", "handoff"] = "cost"
+
+
 class CaptureSettings(_Section):
     """Which handoffs a decode worker stores as `.handoff` files, and where. Prompts are private: nothing by default.
 
@@ -133,6 +140,7 @@ class Settings(_Section):
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings | None = None
     handoff: HandoffSettings = HandoffSettings()
+    routing: RoutingSettings = RoutingSettings()
     observe: ObserveSettings = ObserveSettings()
     capture: CaptureSettings = CaptureSettings()
     workers: tuple[WorkerSettings, ...] = ()

@@ -19,11 +19,11 @@ def test_an_empty_curve_knows_nothing() -> None:
     assert Curve().at(100) == (0.0, False)
 
 
-def test_one_point_is_known_near_it_and_grows_in_proportion_beyond() -> None:
+def test_one_point_is_known_near_it_and_scales_in_proportion() -> None:
     curve = Curve()
     curve.observe(100, 50.0)
     assert curve.at(100) == (50.0, True)
-    assert curve.at(25) == (50.0, True)  # the fixed part may be all of it
+    assert curve.at(25) == (12.5, True)
     assert curve.at(100 * NEAR) == (200.0, True)
     assert curve.at(100 * NEAR + 100) == (250.0, False)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -163,6 +164,37 @@ def test_a_busy_fleet_does_not_hide_behind_a_stranger() -> None:
 
 
 # Features
+
+
+def ways(*replicas: Fake, wish: str = "auto", tokens: int = 100, **more: Any) -> list[tuple[str, str]]:
+    found = routing.ways(replicas, CONTRACT, tokens, routing.parse(wish), **more)
+    return [(str(route), route.decode_replica) for route in found]
+
+
+def test_every_way_handoffs_first() -> None:
+    assert ways(MLX, VLLM) == [
+        ("mlx->vllm", "box"),
+        ("vllm->mlx", "mac"),
+        ("local:vllm", "box"),
+        ("local:mlx", "mac"),
+    ]
+    assert ways(MLX, VLLM, wish="vllm->mlx") == [("vllm->mlx", "mac")]
+    assert ways(MLX, VLLM, wish="local:mlx") == [("local:mlx", "mac")]
+    assert ways(MLX, VLLM, tokens=1) == [("local:vllm", "box"), ("local:mlx", "mac")]
+
+
+def test_no_way_is_no_error() -> None:
+    assert ways() == ways(MLX, tokens=CONTRACT.context_length) == ways(MLX, wish="vllm->mlx") == []
+
+
+def test_of_many_decoders_the_least_busy_and_the_preferred_are_looked_at_and_no_full_one() -> None:
+    macs = [replace(MLX, name=f"mac-{n}", role="decode", load={"decode_running": n}, slots=7) for n in range(8)]
+    looked = [name for way, name in ways(VLLM, *macs) if way == "vllm->mlx"]
+    assert looked == ["mac-0", "mac-1", "mac-2"]  # and `box` itself, that is four
+    assert "mac-5" in [name for _, name in ways(VLLM, *macs, prefer={"mac-5"})]
+    assert "mac-7" not in [name for _, name in ways(VLLM, *macs, prefer={"mac-7"})]
+    assert [name for _, name in ways(replace(VLLM, role="prefill"), macs[7])] == ["mac-7", "mac-7"]
+
 
 GRAMMAR, BOTH = frozenset({"grammar"}), frozenset({"grammar", "n"})
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from pipeline import __version__, log, tracing
-from pipeline.api import admin, chat, completions, errors, gauges, models, openapi, responses, served
+from pipeline.api import admin, chat, completions, errors, explain, gauges, models, openapi, responses, served
 from pipeline.api.answer import Pace
 from pipeline.api.backend import BrokerBackend
 from pipeline.api.edge import Edge, unix_time
@@ -59,6 +59,7 @@ def create_app(
     errors.install(app)
     app.include_router(admin.routes(edge, metrics))
     app.include_router(models.routes(edge))
+    app.include_router(explain.routes(edge))
     _add_inference(app, edge)
     _add_middleware(app, settings)
     return app

@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from anyio import to_thread
 
 from pipeline import routing
 from pipeline.api.relay import Model
+from pipeline.api.router import Chosen, Router
 from pipeline.broker import connect, queue, stream
 from pipeline.broker.channel import TokenEntry, TokenHub, TokenReader
 from pipeline.broker.clock import BrokerClock
@@ -29,7 +29,7 @@ from pipeline.broker.operator import Operator
 from pipeline.broker.registry import Registry, Replica
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
-from pipeline.routing import Route, Wish
+from pipeline.routing import Wish
 from pipeline.settings import Settings
 
 _OWNER_TTL_S = 10.0  # handoffs of an API process silent for this long are nobody's
@@ -55,7 +55,7 @@ class BrokerBackend:
         self._clock = clock
         self.operator = Operator(self._client, settings, clock)
         self._owner = f"api-{uuid.uuid4().hex}"
-        self._pending: Counter[str] = Counter()  # decode replica -> handoffs of ours that have not ended
+        self._router = Router(self._registry.list, settings.routing)
         self._engines = {worker.engine for worker in settings.workers}  # configured, or once seen
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -82,18 +82,21 @@ class BrokerBackend:
         await reader.__aenter__()
         create = asyncio.create_task(to_thread.run_sync(self._create, request, wish, model))
         try:
-            route = await asyncio.shield(create)
+            chosen = await asyncio.shield(create)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._undo(request.handoff_id, reader, create)
             raise
-        self._pending[route.decode_replica] += 1
-        return BrokerSubmission(self._ledger, reader, request.handoff_id, lambda: self._ended(route))
+        self._router.began(chosen.route)
+        return BrokerSubmission(self._ledger, reader, request.handoff_id, chosen, self._router)
 
     async def require_ready(self, model: Model) -> None:
         replicas = await to_thread.run_sync(self._registry.list)
         candidates = [replica for replica in replicas if not self._serves_another(replica, model)]
         routing.choose(candidates, model.contract, 1, Wish())
+
+    async def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
+        return await to_thread.run_sync(self._router.explain, model, tokens)
 
     async def status(self) -> dict[str, Any]:
         return await to_thread.run_sync(self._status)
@@ -108,10 +111,7 @@ class BrokerBackend:
         self._ledger.own(self._owner, _OWNER_TTL_S)
         self._clock.refresh()  # two hosts' quartz clocks part by seconds a day
 
-    def _ended(self, route: Route) -> None:
-        self._pending[route.decode_replica] -= 1
-
-    async def _undo(self, handoff_id: str, reader: TokenReader, create: asyncio.Task[Route]) -> None:
+    async def _undo(self, handoff_id: str, reader: TokenReader, create: asyncio.Task[Chosen]) -> None:
         """The record may have been written although nobody waits for it any more."""
         await asyncio.wait({create})
         await reader.__aexit__(None, None, None)
@@ -120,24 +120,13 @@ class BrokerBackend:
                 await to_thread.run_sync(self._ledger.cancel, handoff_id, "client-gone")
                 await to_thread.run_sync(self._ledger.forget, handoff_id)
 
-    def _create(self, request: Request, wish: Wish, model: Model) -> Route:
-        replicas = self._registry.list()
-        route = self._route(replicas, request, wish, model)
-        request = _fitted(request, next(r for r in replicas if r.name == route.decode_replica))
-        self._dispatch.begin(request, model.contract, route, self._owner, model.name)
-        return route
-
-    def _route(self, replicas: list[Replica], request: Request, wish: Wish, model: Model) -> Route:
-        self._engines |= {replica.engine for replica in replicas}
-        return routing.choose(
-            [replica for replica in replicas if not self._serves_another(replica, model)],
-            model.contract,
-            len(request.token_ids),
-            wish,
-            known=self._engines,
-            pending=self._pending,
-            needs=request.sampling.needs,
-        )
+    def _create(self, request: Request, wish: Wish, model: Model) -> Chosen:
+        others = frozenset(self._digests - {model.contract.digest})
+        chosen = self._router.route(request, wish, model, frozenset(self._engines), others)
+        self._engines |= {replica.engine for replica in self._router.fleet()}
+        request = _fitted(request, chosen.decoder)
+        self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name)
+        return chosen
 
     def _serves_another(self, replica: Replica, model: Model) -> bool:
         return replica.contract.digest in self._digests - {model.contract.digest}
@@ -157,28 +146,43 @@ class BrokerBackend:
 class BrokerSubmission:
     """One handoff of ours: its tokens, and what the edge may do to it."""
 
-    def __init__(self, ledger: Ledger, reader: TokenReader, handoff_id: str, on_close: Callable[[], None]) -> None:
+    def __init__(self, ledger: Ledger, reader: TokenReader, handoff_id: str, chosen: Chosen, router: Router) -> None:
         self._ledger = ledger
         self._reader = reader
         self._id = handoff_id
-        self._on_close = on_close
+        self._chosen = chosen
+        self._router = router
+        self._finished = False
+        self._trace: dict[str, Any] | None = None
 
-    def __aiter__(self) -> AsyncIterator[TokenEntry]:
-        return aiter(self._reader)
+    async def __aiter__(self) -> AsyncIterator[TokenEntry]:
+        async for entry in self._reader:
+            self._finished = entry.last and entry.error is None
+            yield entry
 
     async def cancel(self, reason: str) -> None:
         await to_thread.run_sync(self._ledger.cancel, self._id, reason)
 
     async def stop(self, tokens: int) -> bool:
-        return await to_thread.run_sync(self._ledger.stop, self._id, tokens)
+        self._finished = await to_thread.run_sync(self._ledger.stop, self._id, tokens)
+        return self._finished
 
     async def trace(self) -> dict[str, Any] | None:
-        return await to_thread.run_sync(self._ledger.trace, self._id)
+        self._trace = await to_thread.run_sync(self._ledger.trace, self._id)
+        return self._trace and self._trace | {"routing": list(self._chosen.estimates)}
 
     async def close(self) -> None:
-        self._on_close()
+        self._router.ended(self._chosen.route)
         await self._reader.__aexit__(None, None, None)
-        await to_thread.run_sync(self._ledger.forget, self._id)
+        await to_thread.run_sync(self._settle)
+
+    def _settle(self) -> None:
+        """What has ended well teaches the router; then it is forgotten."""
+        try:
+            if self._finished and (trace := self._trace or self._ledger.trace(self._id)):
+                self._router.learn(self._chosen, trace)
+        finally:
+            self._ledger.forget(self._id)
 
 
 def _fitted(request: Request, decoder: Replica) -> Request:

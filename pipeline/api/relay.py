@@ -105,6 +105,10 @@ class Backend(Protocol):
         """Raise what keeps a prompt of `model` from being served now: BrokerError, NoReplicaError."""
         ...
 
+    async def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
+        """What each way would cost a prompt of `tokens` now, the best first. Raises BrokerError."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Replicas, budget, queues and live handoffs, for people and benches."""
         ...

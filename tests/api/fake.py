@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,9 @@ class FakeBackend:
     async def require_ready(self, model: Model) -> None:
         if self.unready and (self.unready_model in (None, model.name)):
             raise self.unready
+
+    async def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
+        return [{"way": f"vllm->{model.name}", "tokens": tokens}]
 
     async def status(self) -> dict[str, Any]:
         return {"replicas": [], "live": []}

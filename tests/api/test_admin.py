@@ -47,6 +47,15 @@ async def test_status(client: httpx.AsyncClient, model: Served) -> None:
     }
 
 
+async def test_explain(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/explain", params={"tokens": 300})
+    assert answer.json() == {"model": "tiny", "tokens": 300, "ways": [{"way": "vllm->tiny", "tokens": 300}]}
+    assert (await client.get("/explain", params={"model": "other"})).status_code == 404
+    for wrong in ("0", "-1", "many", "9" * 9):
+        refused = await client.get("/explain", params={"tokens": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses/resp_1/cancel", "/nothing"])
 async def test_unknown_paths_name_what_there_is(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json={})

@@ -1,0 +1,176 @@
+"""Router: where the prompts of one API process go, and what it has learned of how long each way takes.
+
+`routing` says which ways there are, `cost` how long each one takes, `affinity` who holds which prefix. A request that
+names its route, or the policy `handoff`, leaves nothing to learn from. Called from many threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import cost, prefix, routing
+from pipeline.affinity import Affinity
+from pipeline.api.relay import Model
+from pipeline.broker.registry import Replica
+from pipeline.cost import CostModel, Estimate, Outcome, Way
+from pipeline.errors import CrossfillError
+from pipeline.page import PAGE_TOKENS
+from pipeline.request import Request
+from pipeline.routing import Route, Wish
+from pipeline.settings import RoutingSettings
+
+FRESH_S = 0.25  # how long a reading of the registry serves; leases and loads change twice a second
+_CLEAN = ("resent", "taken_over", "recomputed")  # what went a way that was not chosen teaches nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A route, the replica that decodes, and what was known when it was chosen."""
+
+    route: Route
+    decoder: Replica
+    keys: Sequence[bytes] = ()  # content addresses of the prompt's whole pages
+    estimates: Sequence[Mapping[str, object]] = field(default=())
+
+
+class Router:
+    """`route` a prompt, tell of its `began` and `ended`, and `learn` from its trace."""
+
+    def __init__(self, read: Callable[[], list[Replica]], settings: RoutingSettings) -> None:
+        """`read` asks the registry. Raises what it raises."""
+        self._read = read
+        self._settings = settings
+        self._costs = CostModel()
+        self._affinity = Affinity()
+        self._pending: Counter[str] = Counter()  # decode replica -> handoffs of ours that have not ended
+        self._lock = threading.Lock()
+        self._fleet: list[Replica] = []
+        self._read_at = -FRESH_S
+
+    def fleet(self, *, fresh: bool = False) -> list[Replica]:
+        """Replicas alive a moment ago, or now where `fresh`. Raises BrokerError."""
+        now = time.monotonic()
+        if fresh or now - self._read_at >= FRESH_S:
+            found = self._read()
+            with self._lock:
+                self._fleet, self._read_at = found, now
+                self._affinity.forget({_holder(replica) for replica in found})
+        return self._fleet
+
+    def route(
+        self, request: Request, wish: Wish, model: Model, known: frozenset[str], others: frozenset[str]
+    ) -> Chosen:
+        """`others` are digests of contracts that other models here are served with. Raises what `routing.choose` does.
+
+        What a reading of a moment ago refuses may have registered since: it is asked once more.
+        """
+        try:
+            return self._route(self.fleet(), request, wish, model, known, others)
+        except CrossfillError:
+            return self._route(self.fleet(fresh=True), request, wish, model, known, others)
+
+    def began(self, route: Route) -> None:
+        with self._lock:
+            self._pending[route.decode_replica] += 1
+
+    def ended(self, route: Route) -> None:
+        with self._lock:
+            self._pending[route.decode_replica] -= 1
+
+    def learn(self, chosen: Chosen, trace: Mapping[str, Any]) -> None:
+        """A handoff has finished; `trace` is the ledger's."""
+        outcome = _outcome(chosen, trace)
+        with self._lock:
+            self._affinity.note(_holder(chosen.decoder), chosen.keys)
+            if outcome is not None:
+                self._costs.observe(outcome)
+
+    def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
+        """What every way would cost a prompt of `tokens` that nobody holds. Raises BrokerError."""
+        fleet = self.fleet()
+        found = routing.ways(fleet, model.contract, tokens, Wish(), pending=self._pending)
+        with self._lock:
+            estimates = self._estimates(found, fleet, model, tokens, ())
+        known = [estimate for estimate in estimates if estimate.known]
+        best = min(known or estimates, key=lambda e: e.total_ms, default=None)
+        return cost.explain(estimates, best) if best else []
+
+    def _route(
+        self,
+        fleet: list[Replica],
+        request: Request,
+        wish: Wish,
+        model: Model,
+        known: frozenset[str],
+        others: frozenset[str],
+    ) -> Chosen:
+        fleet = [replica for replica in fleet if replica.contract.digest not in others]
+        tokens, needs = len(request.token_ids), request.sampling.needs
+        known |= {replica.engine for replica in fleet}
+        pending = self._pending
+        route = routing.choose(fleet, model.contract, tokens, wish, known=known, pending=pending, needs=needs)
+        replicas = {replica.name: replica for replica in fleet}
+        keys = _keys(request, model)
+        if self._settings.policy != "cost" or wish.local or wish.prefill:
+            return Chosen(route, replicas[route.decode_replica], keys)
+        with self._lock:
+            holders = [r.name for r in fleet if self._affinity.held_tokens(_holder(r), keys)]
+            found = routing.ways(fleet, model.contract, tokens, wish, pending=pending, needs=needs, prefer=holders)
+            estimates = self._estimates(found, fleet, model, tokens, keys)
+            best = self._costs.choose(estimates)
+        route = found[estimates.index(best)]
+        return Chosen(route, replicas[route.decode_replica], keys, cost.explain(estimates, best))
+
+    def _estimates(
+        self, found: Sequence[Route], fleet: Sequence[Replica], model: Model, tokens: int, keys: Sequence[bytes]
+    ) -> list[Estimate]:
+        replicas = {replica.name: replica for replica in fleet}
+        token_bytes = model.contract.page_shape.page_bytes // PAGE_TOKENS
+        made = []
+        for route in found:
+            held = self._affinity.held_tokens(_holder(replicas[route.decode_replica]), keys)
+            way = Way(route.prefill_engine, route.decode_replica)
+            ahead = _ahead(route, fleet)
+            made.append(self._costs.estimate(way, tokens, min(held, tokens - 1), token_bytes, ahead))
+        return made
+
+
+def _ahead(route: Route, fleet: Sequence[Replica]) -> float:
+    """Prompts per replica in front of this one, where it would be computed."""
+    if route.prefill_engine is None:
+        computing = [replica for replica in fleet if replica.name == route.decode_replica]
+    else:
+        computing = [r for r in fleet if r.engine == route.prefill_engine and r.role in ("prefill", "both")]
+    return sum(replica.load.get("prefill_running", 0) for replica in computing) / max(1, len(computing))
+
+
+def _outcome(chosen: Chosen, trace: Mapping[str, Any]) -> Outcome | None:
+    """None where marks are missing, or the handoff went another way than the chosen one."""
+    at = trace["marks_ms"]
+    local = chosen.route.prefill_engine is None
+    start, end = ("admitted", "first_token") if local else ("prefill_started", "prefill_ended")
+    if any(trace.get(name) for name in _CLEAN) or not {start, end, "first_token"} <= at.keys():
+        return None
+    tokens = trace["prompt_tokens"]
+    return Outcome(
+        Way(chosen.route.prefill_engine, chosen.route.decode_replica),
+        computed_tokens=tokens - trace["reused_tokens"] if local else tokens,
+        moved_bytes=0 if local else trace["pages"] * chosen.decoder.contract.page_shape.page_bytes,
+        prefill_ms=at[end] - at[start],
+        exposed_ms=max(0.0, at["first_token"] - at[end]),
+    )
+
+
+def _keys(request: Request, model: Model) -> Sequence[bytes]:
+    whole = len(request.token_ids) // PAGE_TOKENS * PAGE_TOKENS
+    return prefix.chain(prefix.seed(model.contract.digest, request.salt), request.token_ids[:whole])
+
+
+def _holder(replica: Replica) -> str:
+    """A process: another one under the same name holds nothing of what it held."""
+    return f"{replica.name}@{replica.started_ms}"
