@@ -222,9 +222,9 @@ def settings(model: Path, url: str, hops: dict[str, Proxy], **sections: Any) -> 
         workers.append(worker(name, "reference", model, role, lease_s=LEASE_S, engine_settings=small, env=env))
     limits = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
     broker = {"url": hops[API].url, "budget_bytes": BUDGET}
-    return {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": limits, "workers": workers} | (
-        sections
-    )
+    routes = {"policy": "handoff"}  # by itself: a prompt crosses wherever it can
+    found = {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": limits, "routing": routes}
+    return found | {"workers": workers} | (sections)
 
 
 @contextmanager

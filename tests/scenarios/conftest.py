@@ -41,6 +41,7 @@ def _cheap(model: Path, policy: str, folder: Path) -> dict[str, Any]:
         "api": {"model": model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 18},
         "capture": {"folder": folder / "captures"},
+        "routing": {"policy": "handoff"},
         "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 5, "retries": 0},
         "workers": [
             worker("ref-p", "reference", model, "prefill", lease_s=LEASE_S, engine_settings=engine),
@@ -78,6 +79,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "api": {"model": MODEL, "port": free_port()},
         "broker": {"budget_bytes": 8 << 20},
         "capture": {"folder": folder / "captures"},
+        "routing": {"policy": "handoff"},
         "handoff": {"failure_policy": "fail"},
         "workers": [worker(f"{engine}-0", engine, MODEL) for engine in ("vllm", "mlx", "reference")],
     }

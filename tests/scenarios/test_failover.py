@@ -39,6 +39,7 @@ def four(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     settings = {
         "api": {"model": tiny_model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 18},  # two pages in flight: P is never far ahead of D
+        "routing": {"policy": "handoff"},
         "handoff": {"progress_s": 30},
         "workers": workers,
     }
