@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from anyio import to_thread
@@ -41,6 +41,9 @@ class MeteredBackend:
 
     async def require_ready(self, model: Model) -> None:
         await self._inner.require_ready(model)
+
+    async def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
+        return await self._inner.explain(model, tokens)
 
     async def status(self) -> dict[str, Any]:
         return await self._inner.status()
