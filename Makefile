@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help site env env-vllm env-sglang models demo up test pairs check format docs chaos fuzz bench clean
+.PHONY: help site env env-vllm env-sglang env-clients models demo up test pairs check format docs chaos fuzz clients bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -17,6 +17,9 @@ env-vllm: ## .venv-vllm: vLLM (CUDA where there is an NVIDIA GPU, else its CPU b
 
 env-sglang: ## .venv-sglang: SGLang (CUDA where there is an NVIDIA GPU, else for tests on Linux x86_64)
 	@$(PYTHON) ops/environment.py sglang
+
+env-clients: ## .venv-clients: the libraries and tools that people ask the API with
+	@$(PYTHON) ops/environment.py clients
 
 models: env ## models/: the sample checkpoint and three tiny ones
 	@$(RUN) model smollm2
@@ -62,6 +65,9 @@ site: env ## the documentation as a site, in build/site
 
 fuzz: env ## ten million mutated frames and a million records (ARGS: --frames N --seed N)
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.fuzz $(ARGS)
+
+clients: env env-vllm env-clients models ## LangChain, LiteLLM, LlamaIndex, Node, openai-python and curl on real engines
+	@CROSSFILL_REQUIRE_CLIENTS=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/scenarios/test_clients.py $(ARGS)
 
 bench: env env-vllm models ## benchmarks (ARGS names one)
 	@$(VENV)/python -m bench $(ARGS)

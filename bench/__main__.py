@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("router", "scale", "ttft", "turns", "load")
+BENCHES = ("api", "router", "scale", "ttft", "turns", "load")
 
 
 def main() -> int:

