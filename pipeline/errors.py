@@ -8,6 +8,7 @@ CrossfillError
 │   ├── InvalidParameterError    names the parameter
 │   │   └── UnsupportedFeatureError  no replica alive has an engine that can do this: names the feature
 │   ├── ContextLengthError       the prompt does not fit the context window
+│   ├── KvRoomError              the prompt fits the context window, but no replica's KV pool
 │   ├── ModelNotFoundError
 │   └── HandoffUnknownError      nothing is known of this handoff (any more)
 ├── PeerError                another process sent something wrong
@@ -105,6 +106,20 @@ class ContextLengthError(RequestError):
             f"Please reduce the length of the {param}."
         )
         self.param = param
+
+
+class KvRoomError(RequestError):
+    """`limit`: tokens, answer included, that the largest KV pool of a living replica holds."""
+
+    code = "kv_room_exceeded"
+
+    def __init__(self, limit: int, prompt_tokens: int, param: str) -> None:
+        super().__init__(
+            f"No replica of this model has KV memory for more than {limit} tokens, the answer included. However, your "
+            f"request has {prompt_tokens} prompt tokens. Please reduce the length of the {param}."
+        )
+        self.param = param
+        self.limit = limit
 
 
 class ModelNotFoundError(RequestError):

@@ -18,6 +18,7 @@ from pipeline.errors import (
     ContractMismatchError,
     CrossfillError,
     InvalidParameterError,
+    KvRoomError,
     NoReplicaError,
     RequestError,
     UnsupportedFeatureError,
@@ -49,6 +50,8 @@ class Candidate(Protocol):
     def features(self) -> frozenset[str]: ...
     @property
     def slots(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
     @property
     def load(self) -> Mapping[str, int]: ...
 
@@ -106,7 +109,7 @@ def choose(
 
     `known` are engine names that may be absent just now (their wish is a 503, not a 400); `pending` counts per
     replica the handoffs a caller has sent and not seen end, which the replica's own load report may not hold yet.
-    Raises InvalidParameterError (UnsupportedFeatureError for a need), ContextLengthError, NoReplicaError;
+    Raises InvalidParameterError (UnsupportedFeatureError for a need), ContextLengthError, KvRoomError, NoReplicaError;
     ContractMismatchError when who could have served the wish serves another model.
     """
     alive = [replica for replica in replicas if not replica.load.get("draining")]
@@ -135,7 +138,7 @@ def ways(
     Of many decoders the least busy are looked at, and those of `prefer` (replica names: who holds its prefix).
     One whose slots are all taken is left out while another has room.
     """
-    serving = [r for r in _serving(replicas, contract) if prompt_tokens < r.contract.context_length]
+    serving = [r for r in _serving(replicas, contract) if prompt_tokens < room(r)]
     with contextlib.suppress(NoReplicaError, UnsupportedFeatureError):
         able = _able(_decoders(serving, wish), needs)
         able.sort(key=lambda r: (_decode_load(r, pending or {}), r.name))
@@ -174,7 +177,7 @@ def resend(
     able = [
         replica
         for replica in _serving(replicas, contract)
-        if _prefills(replica) and replica.name != route.decode_replica and tokens < replica.contract.context_length
+        if _prefills(replica) and replica.name != route.decode_replica and tokens < room(replica)
         if drawn <= replica.features
     ]
     if elsewhere:
@@ -222,11 +225,19 @@ def _require_known(wish: Wish, known: set[str]) -> None:
 
 
 def _fitting(serving: list[Candidate], prompt_tokens: int) -> list[Candidate]:
-    fitting = [replica for replica in serving if prompt_tokens < replica.contract.context_length]
+    fitting = [replica for replica in serving if prompt_tokens < room(replica)]
     if serving and not fitting:
-        limit = max(replica.contract.context_length for replica in serving)
-        raise ContextLengthError(limit, prompt_tokens, "prompt")
+        context = max(replica.contract.context_length for replica in serving)
+        if prompt_tokens < context:
+            raise KvRoomError(max(map(room, serving)), prompt_tokens, "prompt")
+        raise ContextLengthError(context, prompt_tokens, "prompt")
     return fitting
+
+
+def room(replica: Candidate) -> int:
+    """Tokens of prompt and answer that fit: the context window, or the KV pool where that is smaller."""
+    context = replica.contract.context_length
+    return min(context, replica.kv_tokens or context)
 
 
 def _pair(

@@ -60,6 +60,7 @@ class WorkerSettings(_Section):
     lease_s: float = Field(5.0, gt=0)
     metrics_host: str = "127.0.0.1"  # address that answers Prometheus
     metrics_port: int = Field(0, ge=0, le=65535)  # its port; 0: none
+    grace_s: float = Field(30.0, ge=0)  # what running jobs get after SIGTERM; then other replicas go on with them
     python: Path | None = None  # interpreter of the engine's own environment, for `crossfill up`
     env: dict[str, str] = Field(default_factory=dict)
     engine_settings: EngineSettings = EngineSettings()
@@ -88,6 +89,7 @@ class ApiSettings(ModelSettings):
     )
     cors_origins: tuple[str, ...] = ("*",)  # pages of which origins may ask; empty: none
     max_body_bytes: int = Field(8 * MIB, gt=0)
+    max_live: int = Field(512, ge=1)  # requests being served, waiting ones included; one more is refused with a 429
     max_messages: int = Field(4096, gt=0)
     default_max_tokens: int = Field(1024, gt=0)  # chat only; completions default to 16 as OpenAI does
     hold_s: float = Field(1.0, ge=0)  # how long a stream's status waits for the first token

@@ -13,6 +13,7 @@ from pipeline.errors import (
     ContextLengthError,
     ContractMismatchError,
     InvalidParameterError,
+    KvRoomError,
     NoReplicaError,
     UnsupportedFeatureError,
 )
@@ -40,6 +41,7 @@ class Fake:
     needs_first_token: bool = False
     features: frozenset[str] = frozenset()
     slots: int = 16
+    kv_tokens: int = 0
     load: dict[str, int] = field(default_factory=dict)
 
 
@@ -239,3 +241,67 @@ def test_who_draws_the_first_token_needs_it_too() -> None:
     assert choose(decoder, Fake("b", "vllm", role="prefill"), other, needs=GRAMMAR, wish="auto") == "reference->sglang"
     alone = Fake("y", "reference", role="decode", features=GRAMMAR, load={"decode_running": 5}, can_prefill=True)
     assert choose(decoder, Fake("b", "vllm", role="prefill"), alone, needs=GRAMMAR) == "vllm->reference"
+
+
+# -- room
+
+
+def test_a_prompt_goes_where_its_kv_fits() -> None:
+    small, large = Fake("a", "mlx", kv_tokens=256), Fake("b", "mlx", kv_tokens=1024)
+    assert routing.choose([small, large], CONTRACT, 255, Wish()).decode_replica == "a"
+    assert routing.choose([small, large], CONTRACT, 256, Wish()).decode_replica == "b"
+    with pytest.raises(KvRoomError, match="more than 1024 tokens, the answer included") as caught:
+        routing.choose([small, large], CONTRACT, 1024, Wish())
+    assert (caught.value.http_status, caught.value.limit) == (400, 1024)
+    with pytest.raises(ContextLengthError):
+        routing.choose([small, large], CONTRACT, 4096, Wish())
+
+
+# -- again
+
+MLX_LOST = Route("vllm", f"prefill.vllm.{EIGHT}", "mac", "decode.mac", "mlx")
+
+
+@pytest.mark.parametrize(
+    ("alive", "chosen"),
+    [
+        ([Fake("box", "vllm", "prefill"), Fake("mac-1", "mlx"), Fake("any", "sglang")], "vllm->mac-1"),
+        (
+            [Fake("p", "sglang", "prefill"), Fake("mac-1", "mlx", "decode"), Fake("any", "reference", "decode")],
+            "sglang->mac-1",
+        ),
+        ([Fake("box", "vllm", "prefill"), Fake("any", "sglang", "decode")], "vllm->any"),
+        ([Fake("any", "sglang")], "None->any"),
+    ],
+)
+def test_whoever_takes_over_is_as_like_as_can_be(alive: list[Fake], chosen: str) -> None:
+    route = routing.take_over(alive, CONTRACT, 100, MLX_LOST)
+    assert f"{route.prefill_engine}->{route.decode_replica}" == chosen
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [[], [Fake("box", "vllm", "prefill")], [Fake("mac-1", "mlx", contract=OTHER)], [Fake("s", "mlx", contract=SHORT)]],
+)
+def test_nobody_takes_over(alive: list[Fake]) -> None:
+    with pytest.raises(NoReplicaError):
+        routing.take_over(alive, CONTRACT, 200, MLX_LOST)
+
+
+@pytest.mark.parametrize(
+    ("alive", "elsewhere", "engine"),
+    [
+        ([Fake("box", "vllm"), Fake("m", "mlx")], False, "vllm"),
+        ([Fake("box", "vllm"), Fake("m", "mlx")], True, "mlx"),
+        ([Fake("mac", "mlx")], False, None),
+        ([Fake("box", "vllm", load={"draining": 1}), Fake("m", "mlx")], False, "mlx"),
+        ([Fake("box", "vllm", "decode")], False, None),
+        ([Fake("box", "vllm", can_prefill=False)], False, None),
+        ([Fake("box", "vllm", kv_tokens=100)], False, None),
+    ],
+)
+def test_whoever_sends_again_is_of_the_same_engine_where_it_lives(
+    alive: list[Fake], elsewhere: bool, engine: str | None
+) -> None:
+    route = routing.resend(alive, CONTRACT, 100, MLX_LOST, elsewhere=elsewhere)
+    assert (route and (route.prefill_engine, route.decode_replica)) == (engine and (engine, "mac"))

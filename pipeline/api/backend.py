@@ -27,7 +27,7 @@ from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
 from pipeline.broker.registry import Registry, Replica
-from pipeline.errors import CrossfillError
+from pipeline.errors import CrossfillError, OverloadedError
 from pipeline.request import Request
 from pipeline.routing import Wish
 from pipeline.settings import Settings
@@ -57,6 +57,7 @@ class BrokerBackend:
         self._owner = f"api-{uuid.uuid4().hex}"
         self._router = Router(self._registry.list, settings.routing)
         self._engines = {worker.engine for worker in settings.workers}  # configured, or once seen
+        self._creating = 0  # submissions on their way; with the router's live ones all that are ours
         self._tasks: list[asyncio.Task[None]] = []
 
     def require_broker(self, models: Iterable[Model]) -> None:
@@ -78,6 +79,14 @@ class BrokerBackend:
         self._client.close()
 
     async def submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
+        self._require_room(self._router.live + self._creating)
+        self._creating += 1
+        try:
+            return await self._submit(request, wish, model)
+        finally:
+            self._creating -= 1
+
+    async def _submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
         reader = TokenReader(self._hub, request.handoff_id)
         await reader.__aenter__()
         create = asyncio.create_task(to_thread.run_sync(self._create, request, wish, model))
@@ -89,6 +98,12 @@ class BrokerBackend:
             raise
         self._router.began(chosen.route)
         return BrokerSubmission(self._ledger, reader, request.handoff_id, chosen, self._router)
+
+    def _require_room(self, live: int) -> None:
+        """Raises OverloadedError when as many handoffs as may be are alive: ours exactly, everybody's about now."""
+        limit = self._settings.api.max_live if self._settings.api else None
+        if limit is not None and live >= limit:
+            raise OverloadedError(f"{live} requests are being served, {limit} are the most: try again in a moment")
 
     async def require_ready(self, model: Model) -> None:
         replicas = await to_thread.run_sync(self._registry.list)
@@ -121,6 +136,7 @@ class BrokerBackend:
                 await to_thread.run_sync(self._ledger.forget, handoff_id)
 
     def _create(self, request: Request, wish: Wish, model: Model) -> Chosen:
+        self._require_room(self._ledger.count())
         others = frozenset(self._digests - {model.contract.digest})
         chosen = self._router.route(request, wish, model, frozenset(self._engines), others)
         self._engines |= {replica.engine for replica in self._router.fleet()}
@@ -186,8 +202,8 @@ class BrokerSubmission:
 
 
 def _fitted(request: Request, decoder: Replica) -> Request:
-    """A replica may serve a shorter context than the checkpoint allows, and may need the first token from P."""
-    room = decoder.contract.context_length - len(request.token_ids)
+    """A replica may hold fewer tokens than the checkpoint allows, and may need the first token from P."""
+    room = routing.room(decoder) - len(request.token_ids)
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     return replace(request, sampling=sampling, first_token=decoder.needs_first_token)
 

@@ -74,6 +74,12 @@ class Router:
         except CrossfillError:
             return self._route(self.fleet(fresh=True), request, wish, model, known, others)
 
+    @property
+    def live(self) -> int:
+        """Handoffs that began here and have not ended."""
+        with self._lock:
+            return sum(self._pending.values())
+
     def began(self, route: Route) -> None:
         with self._lock:
             self._pending[route.decode_replica] += 1

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from redis import Redis
 
@@ -27,6 +28,14 @@ from pipeline.settings import Settings
 _log = logging.getLogger(__name__)
 _GRACE_MS = 1000.0  # a release between two round trips is not an orphan
 _OVER = TERMINAL | {State.CANCELLING, State.DRAINING}
+
+
+class Serving(NamedTuple):
+    """Queues that somebody alive takes jobs from (one that an operator drains does where no other is), and the names of
+    replicas that are being stopped."""
+
+    queues: frozenset[str]
+    stopping: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Janitor:
 
     def sweep(self) -> int:
         """Look at every live handoff and every lease once; returns how many handoffs it had to touch."""
-        served = cache(self._served)  # asked once at most, and only where a prompt waits
+        served = cache(self._serving)  # asked once at most, and only where a prompt waits
         touched = sum(self._tend(handoff_id, served) for handoff_id in self.ledger.live())
         stream.reap(self.pages)
         self._forget_replicas()
@@ -60,11 +69,13 @@ class Janitor:
             queue.tidy(self.client, [keys.decode_queue(name)])
             self.registry.withdraw(name)
 
-    def _served(self) -> frozenset[str]:
-        """Queues that somebody alive takes jobs from; one that an operator drains does where no other is."""
-        return frozenset(name for replica in self.registry.list() for name in routing.queues(replica))
+    def _serving(self) -> Serving:
+        replicas = self.registry.list()
+        stopping = frozenset(replica.name for replica in replicas if replica.load.get("stopping"))
+        staying = [replica for replica in replicas if replica.name not in stopping]
+        return Serving(frozenset(name for replica in staying for name in routing.queues(replica)), stopping)
 
-    def _tend(self, handoff_id: str, served: Callable[[], frozenset[str]]) -> bool:
+    def _tend(self, handoff_id: str, served: Callable[[], Serving]) -> bool:
         """One record that cannot be read (a newer version's, say) must not keep all others waiting: its TTL ends it."""
         try:
             return self._settle(handoff_id, served)
@@ -72,14 +83,14 @@ class Janitor:
             _log.warning("the record of handoff %s is not readable: %s: %s", handoff_id, type(error).__name__, error)
             return False
 
-    def _settle(self, handoff_id: str, served: Callable[[], frozenset[str]]) -> bool:
+    def _settle(self, handoff_id: str, served: Callable[[], Serving]) -> bool:
         seen = self.ledger.peek(handoff_id)
         if seen is None:
             self.ledger.release(handoff_id)
             return True
-        if self._lost(seen) or self._orphaned(seen) or self._overdue(seen) or self._stranded(seen, served):
+        if self._lost(seen) or self._orphaned(seen) or self._overdue(seen) or self._returned(seen, served):
             return True
-        return self._unreleased(seen)
+        return self._stranded(seen, served) or self._unreleased(seen)
 
     def _lost(self, seen: Snapshot) -> bool:
         """A participant whose lease has ended leaves by our hand. D alone judges the loss of P; for D, another takes
@@ -150,12 +161,21 @@ class Janitor:
             return seen.worker("decode") is None
         return self.registry.holder(str(seen.route["decode_replica"])) is None
 
-    def _stranded(self, seen: Snapshot, served: Callable[[], frozenset[str]]) -> bool:
+    def _returned(self, seen: Snapshot, served: Callable[[], Serving]) -> bool:
+        """D is being stopped and will not begin it: to another one, if there is one. Else it may come back in time."""
+        if seen.state in _OVER or seen.begun("decode") or seen.route["decode_replica"] not in served().stopping:
+            return False
+        try:
+            return self.dispatch.take_over(seen.handoff_id, seen.attempt("decode"), {})
+        except (NoReplicaError, QuarantinedError):
+            return False
+
+    def _stranded(self, seen: Snapshot, served: Callable[[], Serving]) -> bool:
         """P's job waits in a queue that nobody alive takes jobs from: D is told, and looks elsewhere."""
         name = seen.route["prefill_queue"]
         if seen.state in _OVER or name is None or seen.begun("prefill"):
             return False
-        if name in served():
+        if name in served().queues:
             return False
         attempt, error = seen.attempt("prefill"), NoReplicaError("no prefill replica of its engine is alive any more")
         fields = {"prefill_begun": f"{attempt}."}

@@ -190,6 +190,11 @@ class Ledger:
             ids: Any = self._client.zrange(keys.LIVE, 0, -1)
         return [handoff_id.decode() for handoff_id in ids]
 
+    def count(self) -> int:
+        """How many handoffs are not yet released."""
+        with translate():
+            return int(self._client.zcard(keys.LIVE))
+
     # -- the workers' side
 
     def load(self, handoff_id: str) -> Record | None:

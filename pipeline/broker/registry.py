@@ -40,6 +40,7 @@ class Replica:
     can_prefill: bool = True
     needs_first_token: bool = False
     max_running: int = 16
+    kv_tokens: int = 0
     features: frozenset[str] = frozenset()
     stats: dict[str, int] = field(default_factory=dict)
     load: dict[str, int] = field(default_factory=dict)

@@ -42,6 +42,7 @@ class Watch:
         self._snapshot: Snapshot | None = None
         self._part: tuple[Role, int] | None = None
         self._stale = False
+        self.abandoned = False
 
     def belong(self, role: Role, attempt: int) -> None:
         """This thread's part: it is over as well when another attempt of `role` has replaced it."""
@@ -61,6 +62,12 @@ class Watch:
     def due(self) -> bool:
         """It is time to look again."""
         return time.monotonic() - self._looked >= _HEAL_S
+
+    def abandon(self) -> None:
+        """This process is to end: its part is over as if the handoff were, which another replica goes on with."""
+        self.abandoned = True
+        self._over.set()
+        self._changed.set()
 
     def on_over(self, close: Callable[[], None]) -> None:
         """Call `close`, from another thread, as soon as the handoff is cancelled, has ended or was taken over."""
@@ -161,6 +168,14 @@ class Signals:
         with self._lock:
             watches = self._watches.get(keys.HandoffKeys(handoff_id).events.encode(), ())
             return next((watch.snapshot for watch in watches if watch.snapshot is not None), None)
+
+    def abandon(self) -> None:
+        """Let every part that this process still has in a handoff end."""
+        with self._lock:
+            watches = [watch for several in self._watches.values() for watch in several]
+        for watch in watches:
+            watch.abandon()
+        self._woken.set()
 
     def active(self) -> list[str]:
         """Ids of the handoffs this process works on."""

@@ -31,6 +31,7 @@ class Capabilities:
     can_prefill: bool = True  # this engine can compute a prompt by itself (SGLang in decode mode cannot)
     needs_first_token: bool = False  # decode imports the whole prompt's KV and continues P's first token
     max_running: int = 16
+    kv_tokens: int = 0  # the most tokens, prompt and answer, that one request may hold; 0: only the context limits it
     features: frozenset[str] = frozenset()  # those of `request.FEATURES` that it has; routing asks no other of it
 
 

@@ -22,7 +22,14 @@ from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import Record, Role, Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract, require_equal
-from pipeline.errors import BrokerError, CrossfillError, HandoffCancelledError, PeerError, StaleAttemptError
+from pipeline.errors import (
+    BrokerError,
+    CrossfillError,
+    HandoffCancelledError,
+    PeerError,
+    StaleAttemptError,
+    WorkerLostError,
+)
 from pipeline.handoff import Event, IllegalTransitionError, State
 from pipeline.metrics import Metrics
 from pipeline.request import Request
@@ -154,7 +161,10 @@ def _leave(part: Part, error: ErrorInfo | None = None) -> None:
 def _drained(part: Part) -> None:
     with contextlib.suppress(HandoffCancelledError, StaleAttemptError, IllegalTransitionError):
         part.services.ledger.advance(part.handoff_id, part.role, part.attempt, Event.DRAIN)
-    _leave(part)
+    if part.watch.abandoned and part.role == "prefill":  # D would wait; where D itself leaves, the janitor sees it
+        _leave(part, ErrorInfo.of(WorkerLostError(f"prefill worker {part.services.worker} was stopped")))
+    else:
+        _leave(part)
 
 
 def _failed(part: Part, error: Exception) -> None:

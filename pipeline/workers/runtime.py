@@ -11,6 +11,7 @@ import logging
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -164,7 +165,7 @@ class Runtime:
         return self._lost.is_set() or engine is not None or not all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Take nothing new, finish what runs, then leave the registry."""
+        """Take nothing new, finish what runs within the grace, leave the rest to others, then leave the registry."""
         self._draining = True
         try:
             self._renew()  # the routers look elsewhere from now on
@@ -172,8 +173,9 @@ class Runtime:
             _log.warning("replica %s cannot say that it drains: %s", self._worker.name, error)
         for taker in self._takers.values():
             taker.request_stop()
-        for thread in self._threads:
-            thread.join()
+        self._join(self._worker.grace_s)
+        self._signals.abandon()
+        self._join(None)
         self._archive.close()
         self._stop.set()
         self._heart.join()
@@ -183,6 +185,12 @@ class Runtime:
         self._signals.close()
         self._end_metrics()
         self._services.observer.tracer.close()
+
+    def _join(self, timeout_s: float | None) -> None:
+        """Wait until every running job has ended, or `timeout_s` is over."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _make_takers(self) -> dict[str, ConcurrentWorker]:
         roles: dict[str, tuple[str, str, Callable[[str], dict[str, Any]]]] = {
@@ -230,7 +238,8 @@ class Runtime:
 
     def _load(self) -> dict[str, int]:
         running = {f"{role}_running": taker.running for role, taker in self._takers.items()}
-        return running | ({"draining": 1} if self._draining or self._unwanted else {})
+        stopping = {"stopping": 1} if self._draining else {}
+        return running | stopping | ({"draining": 1} if self._draining or self._unwanted else {})
 
     def _readings(self) -> Iterator[Reading]:
         """For a scrape. An engine that has ended has no gauges; the rest is told all the same."""

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,11 +24,11 @@ from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
-from pipeline.errors import ConfigError, InvalidParameterError, NoReplicaError
+from pipeline.errors import ConfigError, InvalidParameterError, KvRoomError, NoReplicaError, OverloadedError
 from pipeline.handoff import Event, State
 from pipeline.request import Request, Sampling
 from pipeline.routing import Wish
-from pipeline.settings import BrokerSettings, Settings
+from pipeline.settings import ApiSettings, BrokerSettings, Settings
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -257,3 +258,40 @@ def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> N
             made.require_broker([MODEL])
     finally:
         client.config_set("maxmemory-policy", "noeviction")
+
+
+async def test_one_more_than_may_be_live_is_refused_before_anything_is_queued(
+    client: Redis, settings: Settings
+) -> None:
+    register(client, "mac", "mlx")
+    few = settings.model_copy(update={"api": ApiSettings(model=Path(), max_live=2)})
+    first, second = (BrokerBackend(few) for _ in range(2))  # two API processes share the limit
+    for backend in (first, second):
+        await backend.start()
+    held = [await first.submit(request(), Wish(), MODEL), await second.submit(request(), Wish(), MODEL)]
+    for backend in (first, second):
+        with pytest.raises(OverloadedError, match="2 requests are being served, 2 are the most"):
+            await backend.submit(request(), Wish(), MODEL)
+    assert (OverloadedError.http_status, OverloadedError.retryable) == (429, True)
+    assert len(open_queue(client, "decode.mac").get_jobs()) == 2
+    await held[0].cancel("test")
+    await held[0].close()
+    held.append(await first.submit(request(), Wish(), MODEL))
+    for submission in held[1:]:
+        await submission.cancel("test")
+        await submission.close()
+    for backend in (first, second):
+        await backend.close()
+
+
+async def test_an_answer_ends_where_the_kv_pool_does(backend: BrokerBackend, client: Redis, ledger: Ledger) -> None:
+    small = Replica("mac", "mlx", "both", "tiny", CONTRACT, slots=4, started_ms=0, kv_tokens=64)
+    Registry(client).register(small, 60)
+    asked = request(tokens=60, max_tokens=50)
+    await backend.submit(asked, Wish(), MODEL)
+    record = ledger.load(asked.handoff_id)
+    assert record is not None
+    assert record.request.sampling.max_tokens == 4
+    with pytest.raises(KvRoomError):
+        await backend.submit(request(tokens=64), Wish(), MODEL)
+    assert ledger.live() == [asked.handoff_id]

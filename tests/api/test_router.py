@@ -159,6 +159,16 @@ def test_the_registry_is_read_once_in_a_while_and_again_before_a_refusal(monkeyp
     assert str(_route(router, wish=Wish("vllm", "mlx")).route) == "vllm->mlx"
 
 
+def test_live_counts_what_began_and_has_not_ended() -> None:
+    router = _router(BOX, MAC)
+    first, second = _route(router).route, _route(router).route
+    router.began(first)
+    router.began(second)
+    assert router.live == 2
+    router.ended(first)
+    assert router.live == 1
+
+
 def test_explain_shows_every_way_best_first() -> None:
     router = _router(BOX, MAC)
     _play(router, 3, remote=(20.0, 5.0), local=90.0)

@@ -244,6 +244,83 @@ def test_a_worker_that_registers_and_enters_during_a_sweep_is_alive(scene: Scene
     assert scene.seen(handoff).state is State.ADMITTED
 
 
+# -- others go on
+
+
+def test_another_d_goes_on_for_a_lost_one(scene: Scene) -> None:
+    scene.register("d-1")
+    handoff = scene.accepted()
+    scene.die("d-0")
+    assert scene.janitor.sweep() == 1
+    seen = scene.seen(handoff)
+    assert (seen.state, seen.attempt("decode"), seen.route["decode_replica"]) == (State.CREATED, 2, "d-1")
+    assert scene.told(handoff) == []
+    assert scene.janitor.sweep() == 0
+
+
+def test_what_d_left_unfinished_goes_to_another(scene: Scene) -> None:
+    """A worker that is stopped leaves what it could not end in time: that is no death."""
+    scene.register("d-1")
+    scene.die("d-0")
+    scene.register("d-0")
+    handoff = scene.accepted()
+    scene.ledger.leave(handoff, "decode", 1)
+    scene.client.delete(keys.replica("d-0"))
+    assert scene.janitor.sweep() == 1
+    record = scene.ledger.load(handoff)
+    assert record is not None
+    assert (record.attempt("decode"), record.number("lost_workers")) == (2, 0)
+
+
+def test_a_dead_replicas_queue_goes_to_another(scene: Scene) -> None:
+    scene.register("d-1")
+    handoff = scene.create()
+    scene.die("d-0")
+    scene.janitor.sweep()
+    assert scene.seen(handoff).route["decode_queue"] == "decode.d-1"
+    assert scene.told(handoff) == []
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_the_queue_of_a_replica_that_is_being_stopped_goes_to_another_if_there_is_one(
+    scene: Scene, another: bool
+) -> None:
+    if another:
+        scene.register("d-1")
+    waiting, at_work = scene.create(), scene.accepted()
+    scene.registries["d-0"].heartbeat("d-0", {}, {"draining": 1, "stopping": 1}, LEASE_S)
+    assert scene.janitor.sweep() == another
+    assert scene.seen(waiting).route["decode_replica"] == ("d-1" if another else "d-0")
+    assert scene.seen(at_work).attempt("decode") == 1
+    assert scene.told(waiting) == []
+
+
+def test_a_prefill_queue_that_nobody_serves_is_told_to_d(scene: Scene) -> None:
+    handoff = scene.create()
+    scene.enter(handoff, "decode")
+    scene.die("p-0")
+    assert scene.janitor.sweep() == 1
+    seen = scene.seen(handoff)
+    error = seen.error("prefill")
+    assert error is not None
+    assert (error.code, seen.begun("prefill"), seen.state) == (NoReplicaError.code, True, State.ADMITTED)
+    assert scene.janitor.sweep() == 0
+
+
+def test_two_deaths_are_a_quarantine(scene: Scene) -> None:
+    scene.register("d-1")
+    handoff = scene.accepted()
+    scene.die("p-0")
+    scene.janitor.sweep()
+    scene.die("d-0")
+    scene.janitor.sweep()
+    assert scene.told(handoff) == ["quarantined"]
+    assert scene.ledger.live() == []
+    record = scene.ledger.load(handoff)
+    assert record is not None
+    assert record.number("lost_workers") == 2
+
+
 # -- owners and deadlines
 
 

@@ -32,7 +32,7 @@ TOKENS = 200
 def four(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     engine = {"chunk_tokens": 64}
     workers = [
-        worker(f"{role[0]}-{index}", "reference", tiny_model, role, lease_s=2.0, engine_settings=engine)
+        worker(f"{role[0]}-{index}", "reference", tiny_model, role, lease_s=2.0, grace_s=0.0, engine_settings=engine)
         for role in ("prefill", "decode")
         for index in range(2)
     ]
@@ -257,6 +257,18 @@ def test_p_hangs_and_the_client_goes_away(four: System) -> None:
     asked.leave()
     asked.done()
     _signal(four, zombie, signal.SIGCONT)
+    _as_before(four, free)
+
+
+def test_d_is_stopped_by_sigterm_and_another_goes_on(four: System, text: str) -> None:
+    """What does not end within its grace (here none) moves; nothing is counted as a death."""
+    free = _baseline(four)
+    asked = Asked(four).until("state", "decoding")
+    stopped = asked.worker("decode")
+    _signal(four, stopped, signal.SIGTERM)
+    _whole(asked, text)
+    assert (asked.trace["taken_over"], asked.trace["lost_workers"]) == (1, 0)
+    four.revive(stopped)
     _as_before(four, free)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.broker import keys
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.record import Role
 from pipeline.errors import (
@@ -134,6 +135,35 @@ def test_a_stale_part_is_no_failure(stand: Stand, role: Role) -> None:
     left = stand.seen(request)
     assert (left.state, left.worker(role), left.error(role)) == (State.ADMITTED, "d-0@2", None)
     assert stand.log(request) == []
+
+
+@pytest.mark.parametrize(("role", "code"), [("prefill", "worker_lost"), ("decode", None)])
+def test_a_part_that_is_abandoned_leaves_the_handoff_as_it_is(stand: Stand, role: Role, code: str | None) -> None:
+    """D is told that its P has gone; that D has gone, the janitor sees."""
+    request = stand.open()
+
+    def work(part: Part) -> None:
+        part.services.signals.abandon()
+        part.check()
+
+    with pytest.raises(HandoffCancelledError):
+        _take_part(stand.services(role), request, role, work)
+    left = stand.seen(request)
+    error = left.error(role)
+    assert (left.state, left.worker(role), error and error.code) == (State.ADMITTED, None, code)
+
+
+@ROLES
+def test_workers_of_two_wire_versions_refuse_each_other_by_name(stand: Stand, role: Role) -> None:
+    """As at a rolling upgrade: before a byte moves, and with the word that says what differs."""
+    request = stand.open()
+    newer = replace(stand.services(role), contract=replace(CONTRACT, wire_version=CONTRACT.wire_version + 1))
+    with pytest.raises(ContractMismatchError, match=r"wire_version \(2 here, 1 there\)") as caught:
+        _take_part(newer, request, role, _never)
+    assert caught.value.retryable is False
+    names = keys.HandoffKeys(request.handoff_id)
+    assert stand.client.exists(names.stream, names.fence, names.credits) == 0
+    assert stand.seen(request).accept is None
 
 
 @ROLES

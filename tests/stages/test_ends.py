@@ -151,7 +151,8 @@ def test_a_newer_attempt_of_d_takes_over_and_the_older_changes_nothing(stand: St
     _, older = _waiting_for_a_page(stand, request)
     assert stand.supersede(request, "decode", "d-0@2") == 2
     stand.p.set(ready_pages=4)
-    assert isinstance(failure(older), StaleAttemptError)
+    # its own check, or its engine's end, tells it first
+    assert isinstance(failure(older), StaleAttemptError | HandoffCancelledError)
     assert stand.d.live == []
     left = stand.seen(request)
     assert (left.worker("decode"), left.error("decode")) == ("d-0@2", None)

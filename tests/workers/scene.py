@@ -50,6 +50,7 @@ class Scene:
         lease_s: float = 5.0,
         payload_ttl_s: float = 30.0,
         metrics_port: int = 0,
+        grace_s: float = 30.0,
     ) -> None:
         self.url = url
         self.client = client
@@ -64,6 +65,7 @@ class Scene:
             slots=2,
             lease_s=lease_s,
             metrics_port=metrics_port,
+            grace_s=grace_s,
         )
         self.ledger = Ledger(client, client, BrokerClock(client), self.settings)
         self.ledger.own("api", 600)

@@ -23,6 +23,7 @@ from rq.serializers import JSONSerializer
 
 from pipeline import engines
 from pipeline.broker import keys, queue, stream
+from pipeline.broker.clock import BrokerClock
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.queue import ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
@@ -245,7 +246,7 @@ def test_draining_is_published_before_taking_stops(build: Build, monkeypatch: py
 
     monkeypatch.setattr(ConcurrentWorker, "request_stop", watched)
     scene.close()
-    assert [said and said.load for said in seen] == [IDLE | {"draining": 1}] * 2
+    assert [said and said.load for said in seen] == [IDLE | {"draining": 1, "stopping": 1}] * 2
     assert Registry(scene.client).list() == []
     assert scene.client.smembers(keys.REPLICAS) == set()
 
@@ -266,7 +267,10 @@ def test_what_runs_is_finished_and_what_waits_stays(build: Build) -> None:
         eventually(lambda: load().get("draining") == 1, "the draining")
         time.sleep(1.2)  # one look for a job that had begun before
         waiting = scene.ask()
-        eventually(lambda: load() == {"prefill_running": 0, "decode_running": 1, "draining": 1}, "a further heartbeat")
+        eventually(
+            lambda: load() == {"prefill_running": 0, "decode_running": 1, "draining": 1, "stopping": 1},
+            "a further heartbeat",
+        )
         assert not closing.done()
         scene.engine.set(tokens=3)
         closing.result(30)
@@ -303,6 +307,26 @@ def test_it_comes_back_after_the_broker_was_away(build: Build, server_url: str) 
         assert scene.said(request) == text(request)
         assert scene.runtime.broken is False
         scene.close()
+
+
+@BROKER
+def test_what_does_not_end_within_the_grace_is_left_to_others(build: Build) -> None:
+    scene = build(grace_s=0.2).start()
+    scene.engine.set(tokens=1)
+    request = scene.ask()
+    eventually(lambda: scene.said(request) == text(request)[:1], "the first token")
+    said = scene.replica()
+    assert said is not None
+    registry = Registry(scene.client)
+    registry.register(replace(said, name="other", load={}), 60)
+    scene.runtime.close()
+    assert scene.engine.live == []
+    clock = BrokerClock(scene.client)
+    Janitor(scene.client, scene.client, scene.ledger, Registry(scene.client), clock, scene.settings).sweep()
+    record = scene.ledger.load(request.handoff_id)
+    assert record is not None
+    assert (record.state, record.route["decode_replica"], record.worker("decode")) == (State.CREATED, "other", None)
+    assert (record.resumed, record.number("lost_workers")) == (1, 0)
 
 
 @BROKER

@@ -52,7 +52,8 @@ class MlxEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(can_prefill=True, needs_first_token=False, max_running=self._settings.max_running)
+        room = self._core.memory.max_tokens // STEP * STEP  # caches grow by whole steps
+        return Capabilities(max_running=self._settings.max_running, kv_tokens=room)
 
     def prefill(self, request: Request) -> MlxPrefill:
         """Raises ContextLengthError, and EngineError when the prompt can never fit the memory."""

@@ -45,6 +45,11 @@ class Memory:
         with self._changed:
             return self._cap_bytes - self._used(self._granted)
 
+    @property
+    def max_tokens(self) -> int:
+        """What one request could be granted at most."""
+        return self._cap_bytes // self._token_bytes
+
     def require_fits(self, tokens: int) -> None:
         """Raise EngineError when `tokens` of capacity could never be granted."""
         need = tokens * self._token_bytes

@@ -23,6 +23,7 @@ from pipeline.engines.reference.room import Room
 from pipeline.engines.reference.run import Run
 from pipeline.engines.store import PageStore
 from pipeline.errors import ContextLengthError, CrossfillError, DeadlineError, EngineError, InvalidParameterError
+from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
 
@@ -37,10 +38,10 @@ class ReferenceEngine:
     ) -> None:
         self.directory = directory
         self.contract = read_contract(directory, context_length=settings.context_length)
-        self.capabilities = Capabilities(max_running=settings.max_running)
         self.condition = Condition()
         self.model = Model.load(directory)
         self.room = Room(settings.kv_cache_bytes // self.contract.page_shape.page_bytes, settings.max_running)
+        self.capabilities = Capabilities(max_running=settings.max_running, kv_tokens=self.room.pages * PAGE_TOKENS)
         self.store = PageStore(settings.prefix_cache_bytes)
         self.chunk_tokens = settings.chunk_tokens
         self.prompt_tokens_computed = 0

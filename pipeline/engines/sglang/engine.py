@@ -95,7 +95,12 @@ class SglangEngine:
     @property
     def capabilities(self) -> Capabilities:
         decodes = self._role == "decode"
-        return Capabilities(can_prefill=not decodes, needs_first_token=decodes, max_running=self._settings.max_running)
+        return Capabilities(
+            can_prefill=not decodes,
+            needs_first_token=decodes,
+            max_running=self._settings.max_running,
+            kv_tokens=self._pages * PAGE_TOKENS - _MARGIN_TOKENS,
+        )
 
     @property
     def failure(self) -> CrossfillError | None:

@@ -73,7 +73,8 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(can_prefill=True, needs_first_token=False, max_running=self._settings.max_running)
+        room = self._blocks * PAGE_TOKENS
+        return Capabilities(max_running=self._settings.max_running, kv_tokens=room)
 
     @property
     def failure(self) -> CrossfillError | None:
