@@ -10,6 +10,7 @@ although its own digest is right. Digests are xxh3: they find faults, they do no
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +19,14 @@ import numpy as np
 import xxhash
 
 from pipeline import codec as codecs
+from pipeline import logprob
 from pipeline.codec import Buffer, Codec
 from pipeline.errors import EngineError, FrameError, PeerError
 from pipeline.handoff import Attempts
 from pipeline.header import MAX_BODY_BYTES, Header, Kind, decode, encode, require, require_identity
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, PageShape, is_finite, page_count, page_tokens, view
+from pipeline.request import MAX_LOGPROBS
 
 __all__ = ["AbortedError", "Commit", "Frame", "FrameReader", "FrameWriter", "Header", "Kind"]
 
@@ -39,10 +43,14 @@ class Frame(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The transfer is whole: how many pages it had, and P's first tokens for engines that need them."""
+    """The transfer is whole: how many pages it had, and P's first tokens for engines that need them.
+
+    `first_logprobs` are theirs where the request asks for logprobs; all have the same number of alternatives.
+    """
 
     pages: int
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[int, ...] = ()
+    first_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class AbortedError(PeerError):
@@ -127,15 +135,17 @@ class FrameWriter:
         self._next_index = page.index + 1
         return Frame(header, payload)
 
-    def commit(self, first_tokens: Sequence[int] = ()) -> Frame:
-        """End of the transfer. Raises FrameError above 64 first tokens."""
+    def commit(self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()) -> Frame:
+        """End of the transfer. Raises FrameError above 64 first tokens, and where logprobs do not go with them."""
         require(len(first_tokens) <= MAX_FIRST_TOKENS, "number of first tokens", MAX_FIRST_TOKENS, len(first_tokens))
+        entries = _entries(first_tokens, first_logprobs)
         header = self._seal(
             Kind.COMMIT,
             index=len(self._digests),
+            tokens=entries,
             key=self._prompt_digest,
             digest=transfer_digest(self._prompt_digest, self._digests),
-            body=struct.pack(f"<{len(first_tokens)}I", *first_tokens),
+            body=struct.pack(f"<{len(first_tokens)}I", *first_tokens) + logprob.pack(first_logprobs),
         )
         return Frame(header, b"")
 
@@ -213,7 +223,8 @@ class FrameReader:
     def commit(self, header: Header) -> Commit:
         self._advance(header, Kind.COMMIT)
         self._ended = True
-        return Commit(header.index, struct.unpack(f"<{len(header.body) // 4}I", header.body))
+        first_tokens = struct.unpack_from(f"<{_first_tokens(header)}I", header.body)
+        return Commit(header.index, first_tokens, _logprobs(header, first_tokens))
 
     def abort(self, header: Header) -> AbortedError:
         """What P said when it gave up, as an error for the caller to raise."""
@@ -258,9 +269,13 @@ class FrameReader:
         require(header.key == self._prompt_digest, "prompt digest", self._prompt_digest.hex(), header.key.hex())
         digest = transfer_digest(self._prompt_digest, self._digests)
         require(header.digest == digest, "digest of transfer", digest.hex(), header.digest.hex())
-        require(len(header.body) % 4 == 0, "size of body", "a multiple of 4", len(header.body))
-        require(len(header.body) <= 4 * MAX_FIRST_TOKENS, "first tokens", MAX_FIRST_TOKENS, len(header.body) // 4)
-        _require_only(header, "index", "key", "digest", "body")
+        require(header.tokens <= MAX_LOGPROBS + 1, "logprobs of a token", f"at most {MAX_LOGPROBS + 1}", header.tokens)
+        size = _first_token_bytes(header.tokens)
+        require(len(header.body) % size == 0, "size of body", f"a multiple of {size}", len(header.body))
+        require(_first_tokens(header) <= MAX_FIRST_TOKENS, "first tokens", MAX_FIRST_TOKENS, _first_tokens(header))
+        require(bool(header.body) or not header.tokens, "logprobs", "none without first tokens", header.tokens)
+        require(not _has_nan(_logprobs(header, range(_first_tokens(header)))), "logprobs", "numbers", "NaN")
+        _require_only(header, "index", "tokens", "key", "digest", "body")
 
     def _check_abort(self, header: Header) -> None:
         _abort_body(header.body)
@@ -275,6 +290,34 @@ class FrameReader:
 
 
 _OPTIONAL = ("codec_id", "index", "tokens", "raw_bytes", "payload_bytes", "key", "digest", "body")
+
+
+def _entries(first_tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
+    """What COMMIT says of logprobs: 0 for none, else the token's own and the alternatives, counted together."""
+    if not logprobs:
+        return 0
+    require([one.token_id for one in logprobs] == list(first_tokens), "logprobs", first_tokens, logprobs)
+    entries = {1 + len(one.top) for one in logprobs}
+    require(len(entries) == 1 and max(entries) <= MAX_LOGPROBS + 1, "logprobs of a token", "as many for each", entries)
+    return entries.pop()
+
+
+def _first_token_bytes(entries: int) -> int:
+    return 8 * entries or 4  # id u32, and with logprobs its f32 and (u32, f32) for each alternative
+
+
+def _first_tokens(header: Header) -> int:
+    return len(header.body) // _first_token_bytes(header.tokens)
+
+
+def _logprobs(header: Header, first_tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    if not header.tokens:
+        return ()
+    return logprob.unpack(header.body[4 * len(first_tokens) :], first_tokens, header.tokens - 1)
+
+
+def _has_nan(logprobs: Sequence[TokenLogprob]) -> bool:
+    return any(math.isnan(value) for one in logprobs for value in (one.logprob, *(p for _, p in one.top)))
 
 
 def _require_only(header: Header, *used: str) -> None:

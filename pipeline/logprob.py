@@ -7,6 +7,7 @@ On every engine, so that a number means the same wherever a request was decoded.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,21 @@ def _decode(raw: Sequence[Any]) -> TokenLogprob:
     token_id, logprob, *rest = raw
     top = zip(rest[::2], rest[1::2], strict=True)
     return TokenLogprob(int(token_id), float(logprob), tuple((int(i), float(p)) for i, p in top))
+
+
+def pack(logprobs: Sequence[TokenLogprob]) -> bytes:
+    """For COMMIT, beside the token ids: per token its logprob (f32), then (id u32, logprob f32) of each of `top`."""
+    return b"".join(
+        struct.pack("<f", one.logprob) + b"".join(struct.pack("<If", *pair) for pair in one.top) for one in logprobs
+    )
+
+
+def unpack(data: bytes, token_ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Raises struct.error where `data` does not hold just so many."""
+    form = struct.Struct("<f" + top * "If")
+    found = [form.unpack_from(data, at * form.size) for at in range(len(token_ids))]
+    pairs = [tuple(zip(values[1::2], values[2::2], strict=True)) for values in found]
+    return tuple(TokenLogprob(*one) for one in zip(token_ids, (values[0] for values in found), pairs, strict=True))
 
 
 def _short(logprob: float) -> float:

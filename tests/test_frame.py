@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from pipeline import header as headers
 from pipeline import prefix
 from pipeline.errors import ConfigError, EngineError, FrameError
-from pipeline.frame import AbortedError, Commit, Frame, FrameReader, FrameWriter, Kind, page_digest
+from pipeline.frame import AbortedError, Commit, Frame, FrameReader, FrameWriter, Kind, page_digest, transfer_digest
 from pipeline.handoff import Attempts
+from pipeline.header import Header, encode
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, PageArray, PageShape, page_tokens
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -114,8 +117,28 @@ TABLE: list[tuple[str, list[tuple[str, int, str, object]]]] = [
     ("page-zstd", [("codec", 7, "B", 2), ("digest", 88, "16s", page_digest(KEYS[3], 7, GOLDEN_PAGE.data.tobytes()))]),
     ("page-int8", [("codec", 7, "B", 3), ("raw", 44, "<I", 512), ("payload", 48, "<I", 4 * 4 + 256)]),
     ("commit", [("kind", 6, "B", 3), ("index", 36, "<I", 1), ("body", 52, "<I", 8), ("first", 104, "<2I", 17)]),
+    (
+        "commit-logprobs",
+        [
+            ("kind", 6, "B", 3),
+            ("tokens", 40, "<H", 3),
+            ("body", 52, "<I", 48),
+            ("first", 104, "<I", 17),
+            ("second", 108, "<I", 4_000_000_000),
+            ("its logprob", 112, "<f", -0.5),
+            ("the likeliest", 116, "<I", 9),
+            ("and its logprob", 120, "<f", -0.25),
+            ("the last", 148, "<f", -4.0),
+        ],
+    ),
     ("abort", [("kind", 6, "B", 4), ("key", 56, "32s", bytes(32)), ("digest", 88, "16s", bytes(16))]),
 ]
+
+
+LOGPROBS = (
+    TokenLogprob(17, -0.5, ((9, -0.25), (17, -0.5))),
+    TokenLogprob(4_000_000_000, -3.0, ((9, -0.25), (5, -4.0))),
+)
 
 
 def golden(name: str) -> Frame:
@@ -126,6 +149,8 @@ def golden(name: str) -> Frame:
     if name == "commit":
         out.page(GOLDEN_PAGE)
         return out.commit((17, 4_000_000_000))
+    if name == "commit-logprobs":
+        return out.commit((17, 4_000_000_000), LOGPROBS)
     return out.abort("engine_failed", "out of memory: größer") if name == "abort" else made[name]
 
 
@@ -145,6 +170,13 @@ def test_golden_bytes_field_by_field(name: str, fields: list[tuple[str, int, str
     body_bytes = struct.unpack_from("<I", data, 52)[0]
     assert len(data) == 112 + body_bytes
     assert struct.unpack_from("<Q", data, 104 + body_bytes)[0] == xxhash.xxh3_64_intdigest(data[: 104 + body_bytes])
+
+
+def test_golden_logprobs_are_read_back() -> None:
+    into = reader(first_page=4)
+    receive(into, writer().open())
+    frame = Frame((GOLDEN / "commit-logprobs.header").read_bytes(), b"")
+    assert receive(into, frame) == Commit(0, (17, 4_000_000_000), LOGPROBS)
 
 
 def test_golden_abort_says_what_was_said() -> None:
@@ -561,3 +593,51 @@ def test_an_unknown_codec_and_too_many_first_tokens() -> None:
         writer("zip")
     with pytest.raises(FrameError, match="first tokens"):
         writer().commit(range(65))
+
+
+@settings(max_examples=60)
+@given(
+    count=st.integers(1, 8),
+    top=st.integers(0, 20),
+    value=st.floats(max_value=0, allow_nan=False, width=32),
+)
+def test_logprobs_travel_with_the_first_tokens(count: int, top: int, value: float) -> None:
+    logprobs = tuple(TokenLogprob(i, value, tuple((j, value) for j in range(top))) for i in range(count))
+    out, into = writer(), reader(first_page=4)
+    receive(into, out.open())
+    assert receive(into, out.commit(range(count), logprobs)) == Commit(0, tuple(range(count)), logprobs)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        LOGPROBS[:1],
+        LOGPROBS[::-1],
+        (LOGPROBS[0], TokenLogprob(4_000_000_000, -1.0)),
+        tuple(TokenLogprob(one.token_id, -1.0, ((1, -1.0),) * 21) for one in LOGPROBS),
+    ],
+)
+def test_logprobs_that_do_not_go_with_the_tokens(logprobs: tuple[TokenLogprob, ...]) -> None:
+    with pytest.raises(FrameError, match="logprobs"):
+        writer().commit((17, 4_000_000_000), logprobs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "body", "wrong"),
+    [
+        (22, bytes(22 * 8), "logprobs of a token"),
+        (2, bytes(17), "size of body"),
+        (0, bytes(6), "size of body"),
+        (1, bytes(65 * 8), "first tokens"),
+        (1, b"", "logprobs"),
+        (1, struct.pack("<If", 7, math.nan), "logprobs"),
+        (2, struct.pack("<IfIf", 7, -1.0, 8, math.nan), "logprobs"),
+    ],
+)
+def test_a_commit_whose_logprobs_cannot_be(tokens: int, body: bytes, wrong: str) -> None:
+    into = reader(first_page=4)
+    receive(into, writer().open())
+    digest = transfer_digest(DIGEST, [])
+    header = encode(Header(Kind.COMMIT, 0, ID, ATTEMPTS, 1, tokens=tokens, key=DIGEST, digest=digest, body=body))
+    with pytest.raises(FrameError, match=f"wrong {wrong}"):
+        into.header(header)

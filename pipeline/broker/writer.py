@@ -23,6 +23,7 @@ from pipeline.broker.payload import SLICE_S
 from pipeline.budget import Answer
 from pipeline.errors import CapacityError, CrossfillError
 from pipeline.frame import Frame, FrameWriter
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page
 from pipeline.settings import MIB, BrokerSettings
 
@@ -81,9 +82,9 @@ class PageWriter:
         """Block until the server has everything that was written."""
         self._wait(lambda: not self._sender.waiting)
 
-    def commit(self, first_tokens: Sequence[int] = ()) -> None:
+    def commit(self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()) -> None:
         """All pages are there. Returns when the server has that, too."""
-        self._put(self._frames.sequence, self._frames.commit(first_tokens))
+        self._put(self._frames.sequence, self._frames.commit(first_tokens, first_logprobs))
         self.flush()
 
     def abort(self, code: str, message: str) -> None:

@@ -89,6 +89,11 @@ class Prefill(Protocol):
         ...
 
     @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Those of `first_tokens`, where the request asks for any."""
+        ...
+
+    @property
     def done(self) -> bool:
         """The whole prompt has been computed (pages may still wait to be read)."""
         ...
@@ -108,11 +113,13 @@ class Admission(Protocol):
         """Copy a verified page in. In order, from `held_pages` on. Raises EngineError, HandoffCancelledError."""
         ...
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         """Every page is there: join the running batch and yield steps until every sample had one with `finish`.
 
-        `first_tokens` are P's, for a request with `first_token` only: they come out again as the first step of each
-        sample.
+        `first_tokens` and their logprobs are P's, for a request with `first_token` only: they come out again as the
+        first step of each sample.
         """
         ...
 

@@ -14,20 +14,21 @@ from pipeline.broker import stream
 from pipeline.broker.channel import TokenEntry
 from pipeline.engines.base import Admission, Engine, TokenStep
 from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError, NoReplicaError
+from pipeline.frame import Commit
 from pipeline.handoff import Attempts, Event
 from pipeline.page import PAGE_TOKENS, page_count
 from pipeline.stages.drain import Part, Services, insist, taking_part
-from pipeline.stages.transfer import Transfer, TransferError
+from pipeline.stages.transfer import NO_TOKENS, Transfer, TransferError
 
 
 def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object]:
     """D's job. Returns a summary for RQ; raises CrossfillError."""
     with taking_part(services, handoff_id, "decode") as part, services.observer.watching(part):
         try:
-            admission, first_tokens = _admission(part, engine)
+            admission, first = _admission(part, engine)
             with closing(admission):
                 part.watch.on_over(admission.close)
-                tokens = _emit(part, admission.decode(first_tokens))
+                tokens = _emit(part, admission.decode(first.first_tokens, first.first_logprobs))
         except HandoffCancelledError:
             insist(part.watch.look)  # a broker away just now must not turn a cancel into a failure
             if not part.watch.stopped:  # a stop string is a finish, not a cancel
@@ -36,12 +37,12 @@ def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object
     return {"outcome": "finished", "tokens": tokens}
 
 
-def _admission(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
+def _admission(part: Part, engine: Engine) -> tuple[Admission, Commit]:
     """Room with every page in it, from P or computed here."""
     if part.record.request.first_token != engine.capabilities.needs_first_token:
         raise EngineError(f"this handoff was routed for another kind of engine than {part.record.route}")
     if part.record.route["prefill_queue"] is None:
-        return _local(part, engine), ()
+        return _local(part, engine), NO_TOKENS
     try:
         return _remote(part, engine)
     except TransferError as lost:
@@ -51,7 +52,7 @@ def _admission(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
     if not engine.capabilities.can_prefill:
         raise NoReplicaError(f"no prefill replica is left, and {engine.name} computes no prompts: {error}") from error
     _give_up(part, error, attempts)
-    return _local(part, engine), ()
+    return _local(part, engine), NO_TOKENS
 
 
 def _give_up(part: Part, error: CrossfillError, attempts: Attempts) -> None:
@@ -78,20 +79,20 @@ def _local(part: Part, engine: Engine) -> Admission:
     return admission
 
 
-def _remote(part: Part, engine: Engine) -> tuple[Admission, tuple[int, ...]]:
+def _remote(part: Part, engine: Engine) -> tuple[Admission, Commit]:
     transfer, limit = Transfer(part), part.services.settings.handoff.accept_s
     transfer.await_prefill()
     admission = engine.admit(part.request, timeout_s=limit, check=part.check)
     try:
         part.watch.on_over(admission.close)
         part.mark("admitted")
-        first_tokens = transfer.receive(admission)
+        first = transfer.receive(admission)
         held = admission.held_pages
         _commit(part, held=held, imported=page_count(part.request.transfer_tokens) - held)
     except BaseException:
         admission.close()
         raise
-    return admission, first_tokens
+    return admission, first
 
 
 def _commit(part: Part, *, held: int, imported: int) -> None:

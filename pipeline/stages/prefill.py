@@ -66,7 +66,7 @@ def _send(part: Part, work: Prefill, accept: Accept, writer: PageWriter) -> dict
         part.mark("last_page_out")
         part.fields |= {"pages": writer.pages_written, "bytes": writer.bytes_written}
         part.flush()
-        writer.commit(work.first_tokens)
+        writer.commit(work.first_tokens, work.first_logprobs)
     except (HandoffCancelledError, StaleAttemptError):
         raise
     except CrossfillError as error:

@@ -21,6 +21,7 @@ from pipeline.contract import Contract
 from pipeline.engines.base import Admission, Capabilities, Check, Engine, EngineStats, Prefill, TokenStep
 from pipeline.errors import CrossfillError
 from pipeline.handoff import TERMINAL, State
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, page_count
 from pipeline.request import Request
 from pipeline.settings import CaptureSettings
@@ -185,10 +186,12 @@ class RecordedAdmission:
         with self._noting():
             self._inner.import_page(page)
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         self._first_tokens = tuple(first_tokens)
         with self._noting():
-            steps = self._inner.decode(first_tokens)
+            steps = self._inner.decode(first_tokens, first_logprobs)
         return self._heard(steps)
 
     def keep_pages(self) -> None:

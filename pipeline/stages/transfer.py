@@ -5,7 +5,7 @@ D alone says from which page on: a page that was verified and imported never tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from pipeline.request import Request
 from pipeline.stages.drain import Part, PrefillFailedError
 
 T = TypeVar("T")
+NO_TOKENS = Commit(0)  # of a prompt whose first token D computes, or that it holds
 
 
 class TransferError(Exception):
@@ -52,7 +53,7 @@ class Transfer:
         """Wait until P has begun. Raises TransferError, QuarantinedError."""
         self._trying(self._await_prefill)
 
-    def receive(self, admission: Admission) -> tuple[int, ...]:
+    def receive(self, admission: Admission) -> Commit:
         """Import every page that `admission` does not hold; returns P's first tokens. Raises as `await_prefill`."""
         self._next = admission.held_pages
         return self._trying(lambda: self._receive(admission))
@@ -92,21 +93,21 @@ class Transfer:
 
         self._part.watch.wait_for(begun, self._part.services.settings.handoff.queue_s, "a prefill worker")
 
-    def _receive(self, admission: Admission) -> tuple[int, ...]:
+    def _receive(self, admission: Admission) -> Commit:
         part, services = self._part, self._part.services
         self._await_prefill()
         self._accept()
         if self._whole():
-            return ()
+            return NO_TOKENS
         try:
             with closing(self._reader()) as reader:
-                first_tokens = self._import(admission, reader)
+                commit = self._import(admission, reader)
         except (PrefillFailedError, AbortedError, DeadlineError):
             if not self._whole():
                 raise
-            return ()  # every page is here and verified: only P's last word is missing
-        _require_first_tokens(part.request, first_tokens, services.contract.vocab_size)
-        return first_tokens
+            return NO_TOKENS  # every page is here and verified: only P's last word is missing
+        _require_first_tokens(part.request, commit, services.contract.vocab_size)
+        return commit
 
     def _whole(self) -> bool:
         """P has nothing that D still needs."""
@@ -120,13 +121,13 @@ class Transfer:
         accept = Accept(self._attempts.prefill, self._attempts.decode, self._next, self._codecs)
         services.ledger.accept(part.handoff_id, accept, part.fields)
 
-    def _import(self, admission: Admission, reader: PageReader) -> tuple[int, ...]:
+    def _import(self, admission: Admission, reader: PageReader) -> Commit:
         part, services = self._part, self._part.services
         while True:
             item = reader.read(services.settings.handoff.progress_s)
             if isinstance(item, Commit):
                 part.mark("last_page_in")
-                return item.first_tokens
+                return item
             admission.import_page(item)
             reader.imported()
             self._next += 1
@@ -149,7 +150,11 @@ class Transfer:
         return PageReader(services.pages, frames, services.settings.broker, part.check, part.require_prefill)
 
 
-def _require_first_tokens(request: Request, first_tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise FrameError unless P sent the one token it was asked for, or none where none was asked for."""
-    require(len(first_tokens) == request.first_token, "number of first tokens", int(request.first_token), first_tokens)
-    require(all(token < vocab_size for token in first_tokens), "first token", f"below {vocab_size}", first_tokens)
+def _require_first_tokens(request: Request, commit: Commit, vocab_size: int) -> None:
+    """Raise FrameError unless P sent a token for each sample where it was asked for them, else none; logprobs too."""
+    sampling, said = request.sampling, commit.first_tokens
+    wanted = sampling.n * request.first_token
+    require(len(said) == wanted, "number of first tokens", wanted, said)
+    require(all(token < vocab_size for token in said), "first token", f"below {vocab_size}", said)
+    logprobs = 0 if sampling.logprobs is None else wanted
+    require(len(commit.first_logprobs) == logprobs, "logprobs of first tokens", logprobs, commit.first_logprobs)

@@ -7,8 +7,8 @@ so a token whose best logit leads by less than EPSILON may rightly flip, and all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from threading import Thread
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline.engines.base import Admission, DecodeEngine, Engine, EngineStats, FinishReason, PrefillEngine, TokenStep
 from pipeline.engines.reference.model import Model
 from pipeline.engines.reference.oracle import SplitRun, split_prefill, split_run
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, page_count
 from pipeline.request import Request, Sampling
 
@@ -83,6 +84,7 @@ class Shipment(list[Page]):
     """What P sends: its pages, and the first token where one was asked for."""
 
     first_tokens: tuple[int, ...] = ()
+    first_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def export(engine: PrefillEngine, order: Request, *, first: int = 0) -> Shipment:
@@ -96,7 +98,8 @@ def export(engine: PrefillEngine, order: Request, *, first: int = 0) -> Shipment
             pages.append(running.read(index))
         assert running.wait_done(PATIENCE_S)
         pages.first_tokens = running.first_tokens
-        assert len(pages.first_tokens) == order.first_token
+        pages.first_logprobs = running.first_logprobs
+        assert len(pages.first_tokens) == order.first_token * order.sampling.n
         return pages
     finally:
         running.close()
@@ -106,15 +109,52 @@ def deliver(
     engine: DecodeEngine, order: Request, pages: Shipment | list[Page]
 ) -> tuple[list[int], int, FinishReason | None]:
     """Admit, import what is not held, decode: the token ids, the pages that were held, how it finished."""
-    first_tokens = pages.first_tokens if isinstance(pages, Shipment) else ()
     admission = engine.admit(order, timeout_s=PATIENCE_S)
     try:
         held = admission.held_pages
         import_missing(admission, pages)
-        ids, finish = read_text(admission.decode(first_tokens))
+        ids, finish = read_text(_decoding(admission, pages))
         return ids, held, finish
     finally:
         admission.close()
+
+
+def _decoding(admission: Admission, pages: Shipment | list[Page]) -> Iterator[TokenStep]:
+    if isinstance(pages, Shipment):
+        return admission.decode(pages.first_tokens, pages.first_logprobs)
+    return admission.decode()
+
+
+@dataclass
+class Sample:
+    """One of a request's texts."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+def deliver_samples(engine: DecodeEngine, order: Request, pages: Shipment | list[Page]) -> list[Sample]:
+    """As `deliver`, for every sample."""
+    admission = engine.admit(order, timeout_s=PATIENCE_S)
+    try:
+        import_missing(admission, pages)
+        return read_samples(_decoding(admission, pages), order.sampling)
+    finally:
+        admission.close()
+
+
+def read_samples(steps: Iterable[TokenStep], sampling: Sampling) -> list[Sample]:
+    samples = [Sample() for _ in range(sampling.n)]
+    for step in steps:
+        sample = samples[step.sample]
+        assert sample.finish is None, "a step came after the sample's last one"
+        sample.ids += step.token_ids
+        assert (step.logprobs is None) == (sampling.logprobs is None)
+        sample.logprobs += step.logprobs or ()
+        sample.finish = step.finish
+    assert all(sample.finish for sample in samples)
+    return samples
 
 
 def computed_on_decode(engine: Engine) -> int:

@@ -70,12 +70,25 @@ class Judge:
         self.digests.append(digest)
         return None
 
-    def commit(self, header: bytes, pages: int, first_tokens: tuple[int, ...]) -> str | None:
+    def commit(
+        self,
+        header: bytes,
+        pages: int,
+        first_tokens: tuple[int, ...],
+        first_logprobs: Sequence[tuple[int, float, Sequence[tuple[int, float]]]],
+    ) -> str | None:
         if self.first_page + len(self.digests) != len(self.links) or pages != len(self.digests):
             return "before its last page"
         if header[56:88] != self.whole:
             return "of another prompt"
         if header[88:104] != xxhash.xxh3_128(self.whole + b"".join(self.digests)).digest():
             return "of other pages"
-        body = header[FIXED:-8]
-        return None if struct.pack(f"<{len(first_tokens)}I", *first_tokens) == body else "with other tokens"
+        body = struct.pack(f"<{len(first_tokens)}I", *first_tokens)
+        (entries,) = struct.unpack_from("<H", header, 40)
+        for token, value, top in first_logprobs:
+            body += struct.pack("<f", value) + b"".join(struct.pack("<If", *pair) for pair in top)
+            if token not in first_tokens or len(top) + 1 != entries:
+                return "with logprobs of other tokens"
+        if len(first_logprobs) != (len(first_tokens) if entries else 0):
+            return "with too few logprobs, or too many"
+        return None if body == header[FIXED:-8] else "with other tokens"

@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.contract import Contract
 from pipeline.engines.base import Capabilities, Check, EngineStats, TokenStep, wait_in_slices
 from pipeline.errors import CrossfillError, DeadlineError, EngineError, HandoffCancelledError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, page_count, page_tokens
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -66,6 +67,7 @@ class FakeEngine:
         self.held = 0  # pages of any prompt that D holds already
         self.bad_page: int | None = None  # fault: P fails at this page
         self.first_tokens: tuple[int, ...] | None = None  # fault: what P says instead of the text's first token
+        self.first_logprobs: tuple[TokenLogprob, ...] = ()  # what P says beside it
         self.decode_error: CrossfillError | None = None  # fault: D fails at its token gate
         self.close_error: CrossfillError | None = None  # fault: of every `close`
         self.on_prefill: Callable[[], object] = lambda: None
@@ -176,6 +178,10 @@ class FakePrefill(Work):
         return text(self.request)[:1] if self.request.first_token else ()
 
     @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.engine.first_logprobs
+
+    @property
     def done(self) -> bool:
         return self.engine.ready_pages >= len(self._pages)
 
@@ -202,9 +208,12 @@ class FakeAdmission(Work):
         self.until(lambda: len(self.pages) < self.engine.imports)
         self.pages.append(Page(page.index, page.tokens, page.data.copy()))
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         whole = page_count(self.request.transfer_tokens)
         assert self.local or self.held_pages + len(self.pages) == whole, "decode from a part of the pages"
+        self.first = (tuple(first_tokens), tuple(first_logprobs))
         if self.engine.script is not None:
             return iter(self.engine.script)
         return self._steps([*first_tokens, *text(self.request)[len(first_tokens) :]])

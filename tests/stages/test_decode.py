@@ -244,6 +244,29 @@ def test_first_tokens_that_cannot_be(stand: Stand, said: tuple[int, ...], messag
     quiet(stand, request)
 
 
+def test_the_first_tokens_of_all_samples_come_with_their_logprobs(stand: Stand) -> None:
+    asked = Sampling(max_tokens=3, temperature=0.0, n=2, logprobs=1)
+    request = stand.open(first_token=True, sampling=asked)
+    logprobs = (TokenLogprob(11, -0.5, ((11, -0.5),)), TokenLogprob(21, -0.75, ((11, -0.5),)))
+    stand.p.set(first_tokens=(11, 21), first_logprobs=logprobs)
+    stand.d.set(capabilities=IMPORT_ONLY, script=[TokenStep((1,), "stop", sample=0), TokenStep((2,), "stop", sample=1)])
+    _, job = stand.begin(request)
+    assert outcome(job) == {"outcome": "finished", "tokens": 2}
+    (admission,) = (work for work in stand.d.works if isinstance(work, FakeAdmission))
+    assert admission.first == ((11, 21), logprobs)
+    quiet(stand, request)
+
+
+def test_logprobs_that_p_forgot(stand: Stand) -> None:
+    request = stand.open(first_token=True, sampling=Sampling(max_tokens=3, temperature=0.0, logprobs=1))
+    stand.p.set(first_tokens=(11,))
+    stand.d.set(capabilities=IMPORT_ONLY)
+    _, job = stand.begin(request)
+    with pytest.raises(NoReplicaError, match="wrong logprobs of first tokens"):
+        outcome(job)
+    quiet(stand, request)
+
+
 def test_a_token_nobody_asked_for(stand: Stand) -> None:
     request = stand.open()
     stand.p.set(first_tokens=(5,))

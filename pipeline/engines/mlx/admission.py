@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from pipeline.engines.base import TokenStep
-from pipeline.engines.mlx.batch import Row
+from pipeline.engines.mlx.batch import Outbox, Row
 from pipeline.engines.mlx.cache import BATCH_PAGES, STEP, Assembly
 from pipeline.engines.mlx.core import Core
 from pipeline.engines.mlx.memory import Share
@@ -22,18 +22,20 @@ from pipeline.engines.mlx.prefill import MlxPrefill
 from pipeline.engines.mlx.prompt import Prompt
 from pipeline.engines.store import Pin
 from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens
 
 
 class _Admission:
-    """What both kinds share: the row, the pinned pages, the part of the memory, and their end."""
+    """What both kinds share: a row for each sample, the pinned pages, the part of the memory, and their end."""
 
-    def __init__(self, core: Core, row: Row, pin: Pin, share: Share) -> None:
+    def __init__(self, core: Core, rows: Sequence[Row], outbox: Outbox, pin: Pin, share: Share) -> None:
         self._core = core
-        self._row = row
+        self._rows = rows
+        self._outbox = outbox
         self._pin = pin
         self._share = share
-        self._tokens = row.prompt_tokens - 1
+        self._tokens = rows[0].prompt_tokens - 1
         self._held_pages = len(pin.pages)
         self._decoding = False
         self._failure: CrossfillError | None = None
@@ -55,7 +57,7 @@ class _Admission:
 
     def fail(self, error: CrossfillError) -> None:
         self._failure = self._failure or error
-        self._row.fail(error)
+        self._outbox.fail(error)
 
     def close(self) -> None:
         self.fail(HandoffCancelledError("the request was closed"))
@@ -71,14 +73,14 @@ class _Admission:
         self._closed.wait()
 
     def keep_pages(self) -> None:
-        self._row.keep = True
+        self._rows[0].keep = True
 
     def export_pages(self) -> Iterator[Page]:
         """Read out of the batch, or, before decoding, out of what was imported."""
         with self._lock:
             if self._closing:
                 raise HandoffCancelledError("the request was closed")
-            chunk = self._core.prompt(self._row)
+            chunk = self._core.prompt(self._rows[0])
             if chunk is None:
                 return iter(self._written_pages())
             return iter([Page(at, page_tokens(at, chunk.tokens), chunk.copy_page(at)) for at in chunk.pages])
@@ -105,14 +107,16 @@ class _Admission:
 class ImportAdmission(_Admission):
     """See `base.Admission`. Every page that is not held is imported. `keys` are the chain keys of all pages."""
 
-    def __init__(self, core: Core, row: Row, pin: Pin, share: Share, keys: Sequence[bytes]) -> None:
-        super().__init__(core, row, pin, share)
+    def __init__(
+        self, core: Core, rows: Sequence[Row], outbox: Outbox, pin: Pin, share: Share, keys: Sequence[bytes]
+    ) -> None:
+        super().__init__(core, rows, outbox, pin, share)
         self._keys = keys
         self._next = len(pin.pages)
         self._full: list[PageArray] = []  # imported full pages: for the store, once committed
         self._on_device: list[Any] = []  # imported pages that are not in place yet
         # Room behind the prompt, so that the first steps need not copy all of it into a larger cache.
-        self._assembly = Assembly(core.model, self._tokens + min(row.limit, STEP))
+        self._assembly = Assembly(core.model, self._tokens + min(rows[0].limit, STEP))
         core.enter(self)
         for index, data in enumerate(pin.pages, 1):
             self._bring(index, data)
@@ -138,20 +142,22 @@ class ImportAdmission(_Admission):
         self._on_device.append(mx.array(data))
         if len(self._on_device) == BATCH_PAGES or pages == page_count(self._tokens):
             first = pages - len(self._on_device)
-            self._core.fill(self._row, self._assembly, first, self._on_device)
+            self._core.fill(self._rows[0], self._assembly, first, self._on_device)
             self._on_device = []
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         """`first_tokens` are not used: the last prompt token is computed here, so every token is drawn here."""
         with self._lock:
             if self._next != page_count(self._tokens) and self._failure is None:
                 raise EngineError(f"{self._next} of {page_count(self._tokens)} pages are there: cannot decode")
             self._begin_decoding()
-            self._core.join(self._row, lambda: self._assembly.take(self._tokens))
+            self._core.join(self._rows, lambda: self._assembly.take(self._tokens))
             for key, data in zip(self._keys[self._held_pages :], self._full, strict=False):  # the tail has no data
                 self._core.store.put(key, data)
             self._full.clear()
-        return self._row.steps()
+        return self._outbox.read(len(self._rows))
 
     def _written_pages(self) -> list[Page]:
         if self._decoding:  # on its way into the batch, or already out of it
@@ -162,7 +168,7 @@ class ImportAdmission(_Admission):
         return [Page(at, page_tokens(at, self._tokens), page) for at, page in enumerate(pages)]
 
     def _withdraw(self) -> None:
-        self._core.withdraw(row=self._row, assembly=self._assembly)
+        self._core.withdraw(rows=self._rows, assembly=self._assembly)
         with self._lock:
             self._on_device.clear()
             self._full.clear()
@@ -182,8 +188,17 @@ class ImportAdmission(_Admission):
 class LocalAdmission(_Admission):
     """See `base.Admission`. The engine computes what it does not hold; compute begins with the admission."""
 
-    def __init__(self, core: Core, row: Row, pin: Pin, share: Share, pages: MlxPrefill, tokens: Sequence[int]) -> None:
-        super().__init__(core, row, pin, share)
+    def __init__(
+        self,
+        core: Core,
+        rows: Sequence[Row],
+        outbox: Outbox,
+        pin: Pin,
+        share: Share,
+        pages: MlxPrefill,
+        tokens: Sequence[int],
+    ) -> None:
+        super().__init__(core, rows, outbox, pin, share)
         self._pages = pages
         self._caches: list[Any] | None = None  # computed, decode() not called yet; engine thread
         self._wanted = False  # decode() called, not computed yet; engine thread
@@ -191,7 +206,7 @@ class LocalAdmission(_Admission):
             tokens,
             pin.pages,
             pages,
-            room=len(tokens) + min(row.limit, STEP),
+            room=len(tokens) + min(rows[0].limit, STEP),
             share=share,
             on_done=self._computed,
             on_fail=self.fail,
@@ -210,7 +225,9 @@ class LocalAdmission(_Admission):
     def import_page(self, page: Page) -> None:
         raise EngineError("this request was admitted to be computed here: nothing can be imported")
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         with self._lock:
             self._begin_decoding()
         self._core.loop.post(self._want)
@@ -222,7 +239,7 @@ class LocalAdmission(_Admission):
         for index in range(self._held_pages, full):
             self._pages.read(index)
         self._pages.skip_to(page_count(self._tokens))
-        yield from self._row.steps()
+        yield from self._outbox.read(len(self._rows))
 
     def _want(self) -> None:
         self._wanted = True
@@ -235,11 +252,11 @@ class LocalAdmission(_Admission):
     def _join_when_ready(self) -> None:
         if self._wanted and self._caches is not None and self._failure is None:
             caches, self._caches = self._caches, None
-            self._core.join(self._row, lambda: caches)
+            self._core.join(self._rows, lambda: caches)
 
     def _stop(self) -> None:
         self._pages.close()
 
     def _withdraw(self) -> None:
-        self._core.withdraw([self._prompt], self._row)
+        self._core.withdraw([self._prompt], self._rows)
         self._caches = None

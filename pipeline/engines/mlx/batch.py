@@ -1,6 +1,6 @@
 """Batch: the requests that decode, one token each per step, in one left-padded batch of mlx-lm.
 
-Belongs to the engine thread; a Row is where a request's tokens cross to the thread of its job. Where the
+Belongs to the engine thread; an Outbox is where a request's tokens cross to the thread of its job. Where the
 device has a queue and nothing else waits for it, the next step is under way before the last one is read ("ahead"),
 which hides Python behind a GPU; it is read first when a request joins, so that all rows are at the same step.
 """
@@ -9,72 +9,94 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from pipeline.engines.base import FinishReason, TokenStep
+from pipeline.engines.base import TokenStep
 from pipeline.engines.mlx import cache as kv
 from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.mlx.lm import BatchKVCache
 from pipeline.engines.mlx.model import Model
-from pipeline.engines.mlx.sampler import Sampler, draw
-from pipeline.errors import CrossfillError, HandoffCancelledError
-from pipeline.request import Request
+from pipeline.engines.mlx.sampler import Report, Sampler, draw, report
+from pipeline.engines.text import Text
+from pipeline.errors import CrossfillError
+from pipeline.logprob import TokenLogprob
 
 _TRIM_STEPS = 512  # MLX keeps freed buffers of every size it has seen: hand them back from time to time
 
 
-class Row:
-    """One request that decodes. `limit`: its max_tokens, or less where the context window ends before."""
+class Outbox:
+    """Where the tokens of one request's samples wait for the thread of its job."""
 
-    def __init__(self, request: Request, sampler: Sampler, limit: int) -> None:
-        self.prompt_tokens = len(request.token_ids)
-        self.last_token = request.token_ids[-1]
-        self.sampler = sampler
-        self.limit = limit
-        self.drawn = 0  # sampled, perhaps not emitted yet
-        self.keep = False  # set by any thread: the prompt's KV is wanted behind the last step
-        self.kept: Chunk | None = None
-        self._emitted = 0
-        self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
+    def __init__(self) -> None:
         self._steps: SimpleQueue[TokenStep | CrossfillError] = SimpleQueue()
         self._failure: CrossfillError | None = None
 
-    @property
-    def position(self) -> int:
-        """Where the next token to draw will stand."""
-        return self.prompt_tokens + self.drawn
-
-    def push(self, token: int) -> bool:
-        """Emit one token; True when it was the last. Engine thread."""
-        self._emitted += 1
-        finish: FinishReason | None = None
-        if token in self._stop_token_ids:
-            finish = "stop"
-        elif self._emitted == self.limit:
-            finish = "length"
-        self._steps.put(TokenStep((token,), finish))
-        return finish is not None
+    def put(self, step: TokenStep) -> None:
+        self._steps.put(step)
 
     def fail(self, error: CrossfillError) -> None:
         """Wake the reader with `error`, ahead of steps it has not read. Any thread."""
         self._failure = self._failure or error
         self._steps.put(error)
 
-    def cancel(self) -> None:
-        self.fail(HandoffCancelledError("the request was closed"))
-
-    def steps(self) -> Iterator[TokenStep]:
-        """The steps up to the one with `finish`. Raises what `fail` was given."""
-        while True:
+    def read(self, samples: int) -> Iterator[TokenStep]:
+        """The steps until each of the `samples` had one with `finish`. Raises what `fail` was given."""
+        while samples:
             step = self._steps.get()
             if self._failure is not None:
                 raise self._failure
             assert isinstance(step, TokenStep)
             yield step
-            if step.finish:
-                return
+            samples -= step.finish is not None
+
+
+class Row:
+    """One text that decodes, the `sample`-th of its request. `limit`: tokens that it may have."""
+
+    def __init__(self, text: Text, limit: int, outbox: Outbox, *, sample: int = 0) -> None:
+        self.text = text
+        self.sampler = Sampler(text.sampling, text.seed)
+        self.limit = limit
+        self.drawn = 0  # sampled, perhaps not emitted yet
+        self.keep = False  # set by any thread: the prompt's KV is wanted behind the last step
+        self.kept: Chunk | None = None
+        self._outbox = outbox
+        self._sample = sample
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.text.prompt)
+
+    @property
+    def last_token(self) -> int:
+        return self.text.prompt[-1]
+
+    @property
+    def logprobs(self) -> int | None:
+        return self.text.sampling.logprobs
+
+    @property
+    def position(self) -> int:
+        """Where the next token to draw will stand."""
+        return self.prompt_tokens + self.drawn
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
+        """Emit one token; True when it was the last. Engine thread."""
+        finish = self.text.push(token)
+        self._outbox.put(TokenStep((token,), finish, self._sample, None if logprob is None else (logprob,)))
+        return finish is not None
+
+    def fail(self, error: CrossfillError) -> None:
+        self._outbox.fail(error)
+
+
+class _Drawn(NamedTuple):
+    """Under way: a token for each row `(rows,)`, and how likely it was, where the row asks."""
+
+    tokens: Any
+    reports: list[Report | None]
 
 
 class Batch:
@@ -89,7 +111,7 @@ class Batch:
         self.rows: list[Row] = []
         self._caches: list[Any] = []
         self._inputs: Any = None  # (rows,): the token each row is fed next
-        self._drawn: Any = None  # (rows,): under way, not read yet
+        self._drawn: _Drawn | None = None  # not read yet
 
     def join(self, row: Row, caches: Sequence[Any]) -> int:
         """Add a row whose `caches` hold all of its prompt but the last token.
@@ -130,26 +152,37 @@ class Batch:
         """Every row gets its next token; returns how many were emitted. Needs at least one row."""
         if self._drawn is None:
             self._drawn = self._forward(self._inputs)
-        # Where a row has drawn its last token the next step would be computed for nothing.
-        more = ahead and all(row.drawn < row.limit for row in self.rows)
-        emitted = self._read(self._forward(self._drawn) if more else None)
+        # Where a row has drawn its last token the next step would be computed for nothing, and where what may come
+        # next depends on the tokens so far, they must be read first.
+        more = ahead and all(row.drawn < row.limit and not row.text.changes for row in self.rows)
+        emitted = self._read(self._forward(self._drawn.tokens) if more else None)
         self._steps += 1
         if self._steps % _TRIM_STEPS == 0:
             mx.clear_cache()
         return emitted
 
-    def _forward(self, inputs: Any) -> Any:
+    def _forward(self, inputs: Any) -> _Drawn:
         logits = self._model.module(inputs[:, None], cache=self._caches)[:, -1, :]
-        drawn = draw([row.sampler for row in self.rows], [row.position for row in self.rows], logits)
+        changes = [row.text.change() for row in self.rows]
+        tokens = draw([row.sampler for row in self.rows], [row.position for row in self.rows], logits, changes)
+        reports = [
+            None if row.logprobs is None else report(logits[at : at + 1], tokens[at : at + 1], row.logprobs)
+            for at, row in enumerate(self.rows)
+        ]
         for row in self.rows:
             row.drawn += 1
-        mx.async_eval(drawn)
-        return drawn
+        mx.async_eval(tokens, [one for one in reports if one])
+        return _Drawn(tokens, reports)
 
-    def _read(self, following: Any = None) -> int:
-        tokens = self._drawn.tolist()
-        self._inputs, self._drawn = self._drawn, following
-        staying = [at for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True)) if not row.push(token)]
+    def _read(self, following: _Drawn | None = None) -> int:
+        drawn, self._drawn = self._drawn, following
+        assert drawn is not None
+        self._inputs = drawn.tokens
+        tokens = drawn.tokens.tolist()
+        staying = []
+        for at, (row, token, one) in enumerate(zip(list(self.rows), tokens, drawn.reports, strict=True)):
+            if not row.push(token, one and one.read(token)):
+                staying.append(at)
         if len(staying) < len(tokens):
             for at in set(range(len(tokens))) - set(staying):
                 self.rows[at].kept = self.prompt(self.rows[at]) if self.rows[at].keep else None
@@ -166,7 +199,8 @@ class Batch:
             one.filter(staying)
         chosen = mx.array(staying)
         self._inputs = self._inputs[chosen]
-        self._drawn = None if self._drawn is None else self._drawn[chosen]
+        if self._drawn is not None:
+            self._drawn = _Drawn(self._drawn.tokens[chosen], [self._drawn.reports[at] for at in staying])
 
 
 def _batched(one: Any) -> Any:

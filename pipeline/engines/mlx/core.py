@@ -7,7 +7,7 @@ marked so; everything else belongs to the thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,10 +88,10 @@ class Core:
         return found[0]
 
     def withdraw(
-        self, prompts: Iterable[Prompt] = (), row: Row | None = None, assembly: Assembly | None = None
+        self, prompts: Iterable[Prompt] = (), rows: Iterable[Row] = (), assembly: Assembly | None = None
     ) -> None:
         """Take work out again; returns once the device no longer works on it."""
-        done = self.loop.post(lambda: self._withdraw(list(prompts), row, assembly))
+        done = self.loop.post(lambda: self._withdraw(list(prompts), list(rows), assembly))
         done.exception()  # it only fails where the engine has ended, and then nothing works on it
 
     def prompt(self, row: Row) -> Chunk | None:
@@ -100,9 +100,9 @@ class Core:
         self.loop.post(lambda: found.append(self._batch.prompt(row))).result()
         return found[0]
 
-    def join(self, row: Row, caches: Callable[[], list[Any]]) -> None:
-        """Let a request decode: `caches()`, on the engine thread, hold all its prompt but the last token."""
-        self.loop.post(lambda: self._join(row, caches())).add_done_callback(lambda done: _tell(row, done))
+    def join(self, rows: Sequence[Row], caches: Callable[[], list[Any]]) -> None:
+        """Let a request's samples decode: `caches()`, on the engine thread, hold all its prompt but the last token."""
+        self.loop.post(lambda: self._join(rows, caches())).add_done_callback(lambda done: _tell(rows[0], done))
 
     # The engine thread.
 
@@ -132,7 +132,7 @@ class Core:
         blocked = self._quota_is_full()
         for prompt in self._prompts:
             if prompt.share is None and not blocked:
-                prompt.share = self.memory.ask(prompt.room, batched=False)
+                prompt.share = self.memory.ask(prompt.room, rows=0)
             if prompt.share is not None and prompt.share.granted:
                 return prompt
             blocked = True
@@ -148,11 +148,11 @@ class Core:
                 chunk = prompt.step(self.model, self.settings.chunk_tokens)
                 self.prompt_tokens_computed += chunk.tokens
                 self.tokens_sampled += len(prompt.first_tokens)
-                prompt.pages.feed(chunk, prompt.first_tokens)
+                prompt.pages.feed(chunk, prompt.first_tokens, prompt.first_logprobs)
             if prompt.done:
                 self._finish(prompt)
         except Exception as error:  # one prompt's, not the engine's: out of memory, for one
-            self._withdraw([prompt], None)
+            self._withdraw([prompt], [])
             prompt.on_fail(_engine_error(error))
 
     def _finish(self, prompt: Prompt) -> None:
@@ -169,17 +169,18 @@ class Core:
                 row.fail(_engine_error(error))
             self._batch.clear()
 
-    def _join(self, row: Row, caches: list[Any]) -> None:
-        self.tokens_sampled += self._batch.join(row, caches)
-        self.prompt_tokens_computed += 1
+    def _join(self, rows: Sequence[Row], caches: list[Any]) -> None:
+        for row in rows:
+            self.tokens_sampled += self._batch.join(row, caches)
+            self.prompt_tokens_computed += 1
 
-    def _withdraw(self, prompts: list[Prompt], row: Row | None, assembly: Assembly | None = None) -> None:
+    def _withdraw(self, prompts: list[Prompt], rows: list[Row], assembly: Assembly | None = None) -> None:
         for prompt in prompts:
             if prompt in self._prompts:
                 self._prompts.remove(prompt)
             prompt.caches = None
             mx.clear_cache()
-        if row is not None:
+        for row in rows:
             self._batch.leave(row)
         if assembly is not None:
             assembly.clear()

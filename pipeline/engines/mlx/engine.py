@@ -14,17 +14,19 @@ from pipeline import checkpoint as checkpoints
 from pipeline import prefix
 from pipeline.contract import Contract
 from pipeline.engines.base import Capabilities, Check, EngineStats, wait_in_slices
+from pipeline.engines.feature import SUPPORTED
 from pipeline.engines.mlx.admission import ImportAdmission, LocalAdmission
-from pipeline.engines.mlx.batch import Row
+from pipeline.engines.mlx.batch import Outbox, Row
 from pipeline.engines.mlx.cache import STEP, capacity
 from pipeline.engines.mlx.core import Core
 from pipeline.engines.mlx.loop import Loop
 from pipeline.engines.mlx.memory import Share
 from pipeline.engines.mlx.prefill import MlxPrefill
 from pipeline.engines.mlx.prompt import Prompt
-from pipeline.engines.mlx.sampler import Sampler
 from pipeline.engines.store import Pin
+from pipeline.engines.text import Text, texts
 from pipeline.errors import ContextLengthError, CrossfillError, DeadlineError
+from pipeline.grammar import Compiler
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -43,6 +45,7 @@ class MlxEngine:
         self._contract = checkpoints.read_contract(checkpoint, context_length=settings.context_length)
         self._settings = settings
         self._entropy = entropy
+        self._compiler = Compiler(checkpoint, self._contract.vocab_size, checkpoints.eos_token_ids(checkpoint))
         self._loop = Loop[Core]("mlx", lambda loop: Core(loop, checkpoint, self._contract, settings))
         self._core = self._loop.stepper
 
@@ -53,13 +56,14 @@ class MlxEngine:
     @property
     def capabilities(self) -> Capabilities:
         room = self._core.memory.max_tokens // STEP * STEP  # caches grow by whole steps
-        return Capabilities(max_running=self._settings.max_running, kv_tokens=room)
+        return Capabilities(max_running=self._settings.max_running, kv_tokens=room, features=SUPPORTED[self.name])
 
     def prefill(self, request: Request) -> MlxPrefill:
         """Raises ContextLengthError, and EngineError when the prompt can never fit the memory."""
         self._require_context(request, len(request.token_ids))
         tokens = request.token_ids[: request.transfer_tokens]
         self._core.memory.require_fits(capacity(len(tokens)))
+        first = self._texts(request, 1) if request.first_token else []
         keys, pin = self._pin(request)
         prompts: list[Prompt] = []
         pages = self._pages(tokens, keys, pin, on_close=lambda closed: self._drop(closed, prompts))
@@ -71,7 +75,7 @@ class MlxEngine:
                     pin.pages,
                     pages,
                     room=capacity(len(tokens)),
-                    sampler=self._sampler(request) if request.first_token else None,
+                    texts=first,
                     on_done=self._computed,
                     on_fail=pages.fail,
                 )
@@ -89,15 +93,16 @@ class MlxEngine:
         """Raises DeadlineError, ContextLengthError, and EngineError when the request can never fit the memory."""
         self._require_context(request, len(request.token_ids) + 1)
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
-        share = self._room(len(request.token_ids) + limit, timeout_s, check)
+        outbox = Outbox()
+        rows = [Row(text, limit, outbox, sample=sample) for sample, text in enumerate(self._texts(request, limit))]
+        share = self._room(len(request.token_ids) + limit, len(rows), timeout_s, check)
         keys, pin = self._pin(request)
-        row = Row(request, self._sampler(request), limit)
         try:
             if not local:
-                return ImportAdmission(self._core, row, pin, share, keys)
+                return ImportAdmission(self._core, rows, outbox, pin, share, keys)
             tokens = request.token_ids[:-1]
             pages = self._pages(tokens, keys, pin, on_close=lambda _: None)
-            return LocalAdmission(self._core, row, pin, share, pages, tokens)
+            return LocalAdmission(self._core, rows, outbox, pin, share, pages, tokens)
         except BaseException:
             pin.release()
             self._core.memory.release(share)
@@ -128,8 +133,8 @@ class MlxEngine:
         if tokens > self._contract.context_length:
             raise ContextLengthError(self._contract.context_length, len(request.token_ids), "prompt")
 
-    def _sampler(self, request: Request) -> Sampler:
-        return Sampler(request.sampling, self._entropy() if request.sampling.seed is None else request.sampling.seed)
+    def _texts(self, request: Request, limit: int) -> list[Text]:
+        return texts(request, self._contract.vocab_size, self._compiler, self._entropy, limit)
 
     def _pin(self, request: Request) -> tuple[list[bytes], Pin]:
         """Chain keys of all pages, and a hold on the leading full ones that are stored, the last token left out: it
@@ -145,9 +150,9 @@ class MlxEngine:
         core = self._core
         return MlxPrefill(len(tokens), keys, pin, core.store, on_free=core.loop.wake, on_close=on_close)
 
-    def _room(self, tokens: int, timeout_s: float, check: Check) -> Share:
+    def _room(self, tokens: int, rows: int, timeout_s: float, check: Check) -> Share:
         # One step more than its tokens: where two requests of different length are padded to one batch.
-        share = self._core.memory.ask(capacity(tokens) + STEP, batched=True)
+        share = self._core.memory.ask(capacity(tokens) + STEP, rows=rows)
         try:
             if not wait_in_slices(lambda slice_s: self._core.memory.wait(share, slice_s), timeout_s, check):
                 raise DeadlineError(f"no room for {tokens} tokens within {timeout_s:g} s")

@@ -14,18 +14,21 @@ from pipeline.errors import EngineError, HandoffCancelledError
 
 
 class Share:
-    """A place in the line, later a part of the memory: `tokens` of capacity, `batched` when it decodes."""
+    """A place in the line, later a part of the memory: `tokens` of capacity for each of `rows` that decode.
 
-    __slots__ = ("batched", "granted", "tokens")
+    `rows` 0: a prompt being computed.
+    """
 
-    def __init__(self, tokens: int, *, batched: bool) -> None:
+    __slots__ = ("granted", "rows", "tokens")
+
+    def __init__(self, tokens: int, rows: int) -> None:
         self.tokens = tokens
-        self.batched = batched
+        self.rows = rows
         self.granted = False
 
 
 class Memory:
-    """`cap_bytes` of memory at `token_bytes` a token, and `slots` requests decoding at once.
+    """`cap_bytes` of memory at `token_bytes` a token, and `slots` rows decoding at once.
 
     `on_grant` is called, with no lock held, after a share was granted by somebody else's release.
     """
@@ -59,10 +62,12 @@ class Memory:
                 f"set kv_cache_bytes to {need} or more"
             )
 
-    def ask(self, tokens: int, *, batched: bool) -> Share:
+    def ask(self, tokens: int, *, rows: int) -> Share:
         """Join the line; the share may be granted at once. Raises EngineError when it could never be."""
-        self.require_fits(tokens)
-        share = Share(tokens, batched=batched)
+        self.require_fits(tokens * max(1, rows))
+        if rows > self._slots:
+            raise EngineError(f"n = {rows} samples need as many places and max_running is {self._slots}: raise it")
+        share = Share(tokens, rows)
         with self._changed:
             self._line.append(share)
             self._grant()
@@ -101,9 +106,9 @@ class Memory:
 
     def _fits(self, share: Share) -> bool:
         after = self._granted | {share}
-        return self._used(after) <= self._cap_bytes and sum(one.batched for one in after) <= self._slots
+        return self._used(after) <= self._cap_bytes and sum(one.rows for one in after) <= self._slots
 
     def _used(self, shares: set[Share]) -> int:
-        batch = [share.tokens for share in shares if share.batched]
-        alone = sum(share.tokens for share in shares if not share.batched)
-        return (alone + len(batch) * max(batch, default=0)) * self._token_bytes
+        longest = max((share.tokens for share in shares if share.rows), default=0)
+        alone = sum(share.tokens for share in shares if not share.rows)
+        return (alone + sum(share.rows for share in shares) * longest) * self._token_bytes

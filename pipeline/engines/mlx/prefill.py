@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.store import PageStore, Pin
 from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens, require_finite
 
 
@@ -44,6 +45,7 @@ class MlxPrefill:
         self._ready_tokens = len(pin.pages) * PAGE_TOKENS
         self._done = self._ready_tokens == tokens
         self._first_tokens: tuple[int, ...] = ()
+        self._first_logprobs: tuple[TokenLogprob, ...] = ()
         self._copies = 0
         self._failure: CrossfillError | None = None
         self._closing = False
@@ -61,10 +63,13 @@ class MlxPrefill:
         """Pages kept for reading, held ones included."""
         return len(self._chunks) + len(self._held)
 
-    def feed(self, chunk: Chunk, first_tokens: tuple[int, ...] = ()) -> None:
-        """`first_tokens` come with the last chunk, where the request wants one."""
+    def feed(
+        self, chunk: Chunk, first_tokens: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        """`first_tokens` come with the last chunk, where the request wants them."""
         with self._changed:
             self._first_tokens = first_tokens
+            self._first_logprobs = first_logprobs
             if self._failure is None:
                 self._chunks.update((index, chunk) for index in chunk.pages if index >= self._skipped)
             self._ready_tokens = chunk.start + chunk.tokens
@@ -82,6 +87,10 @@ class MlxPrefill:
     @property
     def first_tokens(self) -> tuple[int, ...]:
         return self._first_tokens
+
+    @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self._first_logprobs
 
     @property
     def done(self) -> bool:

@@ -12,8 +12,10 @@ from pipeline.engines.mlx.cache import Chunk, Tap
 from pipeline.engines.mlx.memory import Share
 from pipeline.engines.mlx.model import Model
 from pipeline.engines.mlx.prefill import MlxPrefill
-from pipeline.engines.mlx.sampler import Sampler
+from pipeline.engines.mlx.sampler import Report, Sampler, draw, report
+from pipeline.engines.text import Text
 from pipeline.errors import CrossfillError, EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, PageArray
 
 
@@ -21,7 +23,7 @@ class Prompt:
     """`tokens` are all the prompt's tokens whose KV is wanted; `held` are its leading pages, known already.
 
     `room` is the capacity of its caches in tokens. `share` is its part of the memory, None until it may have one.
-    `sampler` draws the token behind the last, None where nobody wants it; `first_tokens` is what it drew.
+    `texts` are the samples whose first tokens are drawn here, none where nobody wants them: `first_tokens`.
     `on_done` gets the prompt and its caches, on the engine thread, once they hold all the tokens;
     `on_fail` gets what went wrong instead.
     """
@@ -34,7 +36,7 @@ class Prompt:
         *,
         room: int,
         share: Share | None = None,
-        sampler: Sampler | None = None,
+        texts: Sequence[Text] = (),
         on_done: Callable[[Prompt, list[Any]], None],
         on_fail: Callable[[CrossfillError], None],
     ) -> None:
@@ -45,7 +47,8 @@ class Prompt:
         self.on_fail = on_fail
         self.caches: list[Tap] | None = None
         self.first_tokens: tuple[int, ...] = ()
-        self._sampler = sampler
+        self.first_logprobs: tuple[TokenLogprob, ...] = ()
+        self._texts = texts
         self._tokens = tokens
         self._held = held
         self._at = len(held) * PAGE_TOKENS
@@ -74,9 +77,19 @@ class Prompt:
         mx.eval(pages, [(cache.keys, cache.values) for cache in caches])
         chunk = Chunk(self._at, count, pages)
         self._at += count
-        if self._sampler is not None and self.done:
-            self.first_tokens = (int(self._sampler(logits[:, -1, :], self._at).item()),)
+        if self._texts and self.done:
+            self._draw(logits[:, -1, :])
         return chunk
+
+    def _draw(self, logits: Any) -> None:
+        """Each text's first token from the one row of `logits` `(1, vocab)`."""
+        samplers = [Sampler(text.sampling, text.seed) for text in self._texts]
+        changes = [text.change() for text in self._texts]
+        drawn = draw(samplers, [self._at] * len(samplers), mx.repeat(logits, len(samplers), axis=0), changes)
+        self.first_tokens = tuple(drawn.tolist())
+        if (count := self._texts[0].sampling.logprobs) is not None:
+            reports = [report(logits, drawn[at : at + 1], count) for at in range(len(samplers))]
+            self.first_logprobs = tuple(map(Report.read, reports, self.first_tokens))
 
 
 def _require_shape(model: Model, layers: list[tuple[Any, Any]], tokens: int) -> None:

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline.engines.base import FinishReason, TokenStep
+from pipeline.engines.base import TokenStep
 from pipeline.engines.reference.model import KvCache
 from pipeline.engines.reference.run import Host, Run, require_logits
-from pipeline.engines.reference.sampler import sample
+from pipeline.engines.reference.sampler import draw, report
+from pipeline.engines.text import Text
 from pipeline.errors import EngineError, HandoffCancelledError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens
 from pipeline.request import Request
 
 
+@dataclass(slots=True)
+class _Sample:
+    """One of the texts that are being drawn. `cache` holds all its tokens but the last."""
+
+    index: int
+    text: Text
+    cache: KvCache
+    last: int
+
+
 class DecodeRun(Run):
-    """Implements `engines.base.Admission`. `limit`: tokens that may be sampled; `seed`: of this request's draws."""
+    """Implements `engines.base.Admission`. `limit`: tokens that may be sampled, of each of `texts`."""
 
-    seats = 1
-
-    def __init__(self, host: Host, request: Request, *, local: bool, limit: int, seed: int) -> None:
-        super().__init__(host, request, len(request.token_ids) + limit)
+    def __init__(self, host: Host, request: Request, texts: Sequence[Text], *, local: bool, limit: int) -> None:
+        super().__init__(host, request, len(request.token_ids) + limit, seats=len(texts))
+        self._texts = texts
+        self._samples: list[_Sample] = []  # that go on; empty until the prompt is whole
         self._local = local
-        self._limit = limit
-        self._seed = seed
         self._held_pages = 0
         self._joined = False
         self._closed = False
@@ -60,11 +72,14 @@ class DecodeRun(Run):
             with self.host.condition:
                 self.present_tokens = cache.tokens
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         """`first_tokens` are not used: this engine computes the last prompt token and samples all tokens itself."""
         with self.using() as cache:
             self._require_whole()
-            self.store_pages(cache)  # only now: what is stored is found by others, so it must be committed
+            # Only now: what is stored is found by others, so it must be committed.
+            self.store_pages(cache, self.tokens)
             with self.host.condition:
                 self._joined = True
         return self._emit()
@@ -85,17 +100,13 @@ class DecodeRun(Run):
         super().close()
 
     def step(self) -> None:
-        """The next chunk of a prompt computed here, else the next token."""
+        """The next chunk of a prompt computed here, else the next token of every sample."""
         if self.wants_chunk:
             super().step()
             return
         with self.using() as cache:
-            token = self._next_token(cache)
-            with self.host.condition:
-                self._kept = cache if self._keep and not self._closed else None
-                self._append(token)
-                if self.ended:
-                    self.store_pages(cache)
+            for step in self._first_steps(cache) if not self._samples else self._next_steps():
+                self._push(step, cache)
 
     def _pages(self, cache: KvCache) -> Iterator[Page]:
         """Copied now, not when they are asked for."""
@@ -103,29 +114,45 @@ class DecodeRun(Run):
         whole = range(page_count(body) if body == self.body_tokens else body // PAGE_TOKENS)
         return iter([cache.page(index, page_tokens(index, body)) for index in whole])
 
-    def _next_token(self, cache: KvCache) -> int:
+    def _first_steps(self, cache: KvCache) -> Iterator[TokenStep]:
+        """The prompt's last token is computed once for all samples; each goes on from a copy of the cache."""
         logits = self.host.model.logits(self.tokens[-1:], cache)
+        with self.host.condition:
+            self.host.prompt_tokens_computed += 1
+        caches = [cache, *(cache.copy() for _ in self._texts[1:])]
+        self._samples = [
+            _Sample(i, text, own, 0) for i, (text, own) in enumerate(zip(self._texts, caches, strict=True))
+        ]
+        for sample in list(self._samples):
+            yield self._drawn(sample, logits)
+
+    def _next_steps(self) -> Iterator[TokenStep]:
+        for sample in list(self._samples):
+            yield self._drawn(sample, self.host.model.logits([sample.last], sample.cache))
+
+    def _drawn(self, sample: _Sample, logits: NDArray[np.float32]) -> TokenStep:
         require_logits(logits, self.request)
-        return sample(logits, self.request.sampling, self._seed, len(self.tokens))
-
-    def _append(self, token: int) -> None:
-        self.host.prompt_tokens_computed += len(self.tokens) == len(self.request.token_ids)
-        self.host.tokens_sampled += 1
-        self.tokens.append(token)
-        finish = self._finish(token)
-        self._steps.append(TokenStep((token,), finish))
+        sample.last = draw(logits, sample.text)
+        finish = sample.text.push(sample.last)
         if finish:
-            self.ended = True  # `using` gives everything back when it is left
-        self.host.condition.notify_all()
+            self._samples.remove(sample)
+            if sample.index == 0:
+                self.store_pages(sample.cache, [*self.tokens, *sample.text.tokens])
+        logprobs = report(logits, sample.last, self.request.sampling.logprobs)
+        return TokenStep((sample.last,), finish, sample.index, logprobs)
 
-    def _finish(self, token: int) -> FinishReason | None:
-        if token in self.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(self.tokens) - len(self.request.token_ids) >= self._limit else None
+    def _push(self, step: TokenStep, cache: KvCache) -> None:
+        with self.host.condition:
+            self._kept = cache if self._keep and not self._closed else None
+            self.host.tokens_sampled += 1
+            self._steps.append(step)
+            if not self._samples:
+                self.ended = True  # `using` gives everything back when it is left
+            self.host.condition.notify_all()
 
     def _emit(self) -> Iterator[TokenStep]:
-        finish = None
-        while finish is None:
+        running = len(self._texts)
+        while running:
             with self.host.condition:
                 self.host.condition.wait_for(lambda: self.ended or self._steps)
                 if self._closed:
@@ -133,7 +160,7 @@ class DecodeRun(Run):
                 if not self._steps:
                     self.require_live()
                 step = self._steps.popleft()
-            finish = step.finish
+            running -= step.finish is not None
             yield step
 
     def _require_next(self, page: Page) -> None:

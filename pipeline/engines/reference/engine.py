@@ -14,15 +14,18 @@ from pathlib import Path
 from threading import Condition, Thread
 
 from pipeline import prefix
-from pipeline.checkpoint import read_contract
+from pipeline.checkpoint import eos_token_ids, read_contract
 from pipeline.engines.base import Admission, Capabilities, Check, EngineStats, Prefill, wait_in_slices
+from pipeline.engines.feature import SUPPORTED
 from pipeline.engines.reference.decode import DecodeRun
 from pipeline.engines.reference.model import Model
 from pipeline.engines.reference.prefill import PrefillRun
 from pipeline.engines.reference.room import Room
 from pipeline.engines.reference.run import Run
 from pipeline.engines.store import PageStore
+from pipeline.engines.text import Text, texts
 from pipeline.errors import ContextLengthError, CrossfillError, DeadlineError, EngineError, InvalidParameterError
+from pipeline.grammar import Compiler
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -41,12 +44,17 @@ class ReferenceEngine:
         self.condition = Condition()
         self.model = Model.load(directory)
         self.room = Room(settings.kv_cache_bytes // self.contract.page_shape.page_bytes, settings.max_running)
-        self.capabilities = Capabilities(max_running=settings.max_running, kv_tokens=self.room.pages * PAGE_TOKENS)
+        self.capabilities = Capabilities(
+            max_running=settings.max_running,
+            kv_tokens=self.room.pages * PAGE_TOKENS,
+            features=SUPPORTED[self.name],
+        )
         self.store = PageStore(settings.prefix_cache_bytes)
         self.chunk_tokens = settings.chunk_tokens
         self.prompt_tokens_computed = 0
         self.tokens_sampled = 0
         self._settings = settings
+        self._compiler = Compiler(directory, self.contract.vocab_size, eos_token_ids(directory))
         self._entropy = entropy
         self._queued: deque[PrefillRun] = deque()
         self._tickets: deque[DecodeRun] = deque()
@@ -58,10 +66,10 @@ class ReferenceEngine:
     def prefill(self, request: Request) -> Prefill:
         """Raises ContextLengthError, or EngineError for a prompt that can never fit."""
         self._require_prompt(request)
-        run = PrefillRun(self, request, self._seed(request))
+        run = PrefillRun(self, request, self._texts(request, 1) if request.first_token else ())
         with self.condition:
             self._require_up()
-            self.room.require_possible(run.pages)
+            self.room.require_possible(run.pages, run.seats)
             self._queued.append(run)
             self.condition.notify_all()
         return run
@@ -73,7 +81,7 @@ class ReferenceEngine:
         run = self._decode_run(request, local)
         with self.condition:
             self._require_up()
-            self.room.require_possible(run.pages)
+            self.room.require_possible(run.pages, run.seats)
             self._tickets.append(run)
             try:
                 self._await_turn(run, timeout_s, check)
@@ -128,10 +136,10 @@ class ReferenceEngine:
         if sampling.max_tokens < 1:
             raise InvalidParameterError("max_tokens", f"max_tokens is {sampling.max_tokens}: it must be 1 or more")
         limit = min(sampling.max_tokens, self.contract.context_length - len(request.token_ids))
-        return DecodeRun(self, request, local=local, limit=limit, seed=self._seed(request))
+        return DecodeRun(self, request, self._texts(request, limit), local=local, limit=limit)
 
-    def _seed(self, request: Request) -> int:
-        return self._entropy() if request.sampling.seed is None else request.sampling.seed
+    def _texts(self, request: Request, limit: int) -> list[Text]:
+        return texts(request, self.contract.vocab_size, self._compiler, self._entropy, limit)
 
     def _await_turn(self, run: DecodeRun, timeout_s: float, check: Check) -> None:
         def may_begin() -> bool:

@@ -35,6 +35,13 @@ class KvCache:
         self.data = np.zeros((shape.layers, 2, shape.kv_heads, rows, shape.head_dim), np.float16)
         self.tokens = 0
 
+    def copy(self) -> KvCache:
+        """Another sequence that begins with the same tokens."""
+        twin = KvCache(self.shape, self.data.shape[3])
+        twin.data[..., : self.tokens, :] = self.data[..., : self.tokens, :]
+        twin.tokens = self.tokens
+        return twin
+
     def page(self, index: int, tokens: int) -> Page:
         """Copy `tokens` rows of page `index` into a fresh, zero padded page."""
         data = self.shape.empty()

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from pipeline.engines.reference.model import KvCache
 from pipeline.engines.reference.run import Host, Run, require_logits
-from pipeline.engines.reference.sampler import sample
+from pipeline.engines.reference.sampler import draw, report
+from pipeline.engines.text import Text
 from pipeline.errors import EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
@@ -15,13 +17,14 @@ from pipeline.request import Request
 class PrefillRun(Run):
     """Implements `engines.base.Prefill`. A page is held from ready until read or skipped; the last ends the run.
 
-    `seed`: of the draw of the first token, should the request want one.
+    `texts`: the samples, whose first tokens are drawn here should the request want that.
     """
 
-    def __init__(self, host: Host, request: Request, seed: int) -> None:
+    def __init__(self, host: Host, request: Request, texts: Sequence[Text]) -> None:
         super().__init__(host, request, request.transfer_tokens)
-        self._seed = seed
+        self._texts = texts
         self._first_tokens: tuple[int, ...] = ()
+        self._first_logprobs: tuple[TokenLogprob, ...] = ()
         self._unread = set(range(page_count(self.body_tokens)))
         self._last = len(self._unread)
 
@@ -56,6 +59,10 @@ class PrefillRun(Run):
         return self._first_tokens
 
     @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self._first_logprobs
+
+    @property
     def done(self) -> bool:
         with self.host.condition:
             return self._ready_pages == self._last
@@ -74,9 +81,12 @@ class PrefillRun(Run):
             return
         logits = self.host.model.logits(chunk, cache)
         require_logits(logits, self.request)
-        self._first_tokens = (sample(logits, self.request.sampling, self._seed, len(self.tokens)),)
+        drawn = [draw(logits, text) for text in self._texts]
+        reports = [report(logits, token, self.request.sampling.logprobs) or () for token in drawn]
+        self._first_tokens = tuple(drawn)
+        self._first_logprobs = tuple(one for reported in reports for one in reported)
         with self.host.condition:
-            self.host.tokens_sampled += 1
+            self.host.tokens_sampled += len(drawn)
 
     @property
     def _ready_pages(self) -> int:

@@ -10,11 +10,14 @@ class Room:
 
     def __init__(self, pages: int, seats: int) -> None:
         self.pages = pages
+        self.seats = seats
         self.free_pages = pages
         self.free_seats = seats
 
-    def require_possible(self, pages: int) -> None:
-        """Raise EngineError when not even an idle engine could hold `pages`."""
+    def require_possible(self, pages: int, seats: int) -> None:
+        """Raise EngineError when not even an idle engine has so much."""
+        if seats > self.seats:
+            raise EngineError(f"n = {seats} samples need as many places and max_running is {self.seats}: raise it")
         if pages > self.pages:
             raise EngineError(
                 f"the request needs {pages} pages of KV and the engine has {self.pages} in all: raise kv_cache_bytes, "

@@ -43,15 +43,16 @@ class Run:
     """One prompt. Its body is what is imported, or computed in chunks: all tokens but the last, or all of them where P
     draws the first token."""
 
-    seats = 0
-
-    def __init__(self, host: Host, request: Request, capacity_tokens: int) -> None:
+    def __init__(self, host: Host, request: Request, capacity_tokens: int, *, seats: int = 0) -> None:
+        """`seats`: sequences that will decode, each with its own copy of the cache."""
         self.host = host
+        self.seats = seats
         self.request = request
-        self.tokens = list(request.token_ids)  # the prompt, then what was sampled
+        self.tokens = request.token_ids
         self.body_tokens = request.transfer_tokens
         self.present_tokens = 0  # rows of the cache that may be read
-        self.pages = page_count(capacity_tokens)
+        self.capacity_tokens = capacity_tokens
+        self.pages = max(1, seats) * page_count(capacity_tokens)
         self.ended = False
         self.error: CrossfillError | None = None
         self._busy = 0
@@ -74,7 +75,7 @@ class Run:
 
     def begin(self) -> None:
         """Take room, and the longest prefix that is stored: copied, and pinned so that it stays for others."""
-        cache = KvCache(self.host.model.shape, self.pages * PAGE_TOKENS)
+        cache = KvCache(self.host.model.shape, self.capacity_tokens)
         # Never the whole prompt: its last token must be computed, for the logits behind it.
         keys = prefix.chain(self._link, self.tokens[: (len(self.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS])
         pin = self.host.store.pin(keys)
@@ -140,7 +141,7 @@ class Run:
         with self.using() as cache:
             chunk = self.tokens[cache.tokens : min(cache.tokens + self.host.chunk_tokens, self.body_tokens)]
             self._compute(chunk, cache)
-            self.store_pages(cache)
+            self.store_pages(cache, self.tokens)
             with self.host.condition:
                 self.present_tokens = cache.tokens
                 self.host.prompt_tokens_computed += len(chunk)
@@ -149,10 +150,10 @@ class Run:
     def _compute(self, chunk: Sequence[int], cache: KvCache) -> None:
         self.host.model.prefill(chunk, cache)
 
-    def store_pages(self, cache: KvCache) -> None:
-        """Keep the full pages of the cache that are not stored yet."""
+    def store_pages(self, cache: KvCache, tokens: Sequence[int]) -> None:
+        """Keep the full pages of the cache, which holds `tokens`, that are not stored yet."""
         full = cache.tokens // PAGE_TOKENS
-        fresh: Sequence[int] = self.tokens[self._stored_pages * PAGE_TOKENS : full * PAGE_TOKENS]
+        fresh: Sequence[int] = tokens[self._stored_pages * PAGE_TOKENS : full * PAGE_TOKENS]
         for key in prefix.chain(self._link, fresh):
             self.host.store.put(key, cache.page(self._stored_pages, PAGE_TOKENS).data)
             self._stored_pages += 1

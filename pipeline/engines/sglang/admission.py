@@ -18,6 +18,7 @@ from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.ticket import Host, SglangTicket
 from pipeline.engines.ticket import require_next
 from pipeline.errors import EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, page_count, require_finite
 from pipeline.request import Request
 
@@ -102,7 +103,9 @@ class SglangAdmission(SglangTicket):
                 )
             return iter([Page(page.index, page.tokens, page.data.copy()) for page in self._kept])
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         if len(first_tokens) != 1:
             raise EngineError(f"SGLang goes on from one first token, {len(first_tokens)} came")
         with self.changed:

@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.checkpoint import read_contract
 from pipeline.contract import Contract
 from pipeline.engines.base import Capabilities, Check, EngineStats
+from pipeline.engines.feature import SUPPORTED
 from pipeline.engines.sglang.admission import SglangAdmission
 from pipeline.engines.sglang.link import Link
 from pipeline.engines.sglang.message import Message
@@ -100,6 +101,7 @@ class SglangEngine:
             needs_first_token=decodes,
             max_running=self._settings.max_running,
             kv_tokens=self._pages * PAGE_TOKENS - _MARGIN_TOKENS,
+            features=SUPPORTED[f"sglang {self._role}"],
         )
 
     @property

@@ -12,6 +12,7 @@ from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.ticket import Host, SglangTicket
 from pipeline.engines.ticket import Unread
 from pipeline.errors import EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
@@ -67,6 +68,10 @@ class SglangPrefill(SglangTicket):
     def first_tokens(self) -> tuple[int, ...]:
         wanted = self.request.first_token and self._first_token is not None
         return (self._first_token,) if wanted and self._first_token is not None else ()
+
+    @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        return ()
 
     @property
     def done(self) -> bool:

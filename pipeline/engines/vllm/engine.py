@@ -13,11 +13,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import read_contract
+from pipeline.checkpoint import eos_token_ids, read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
 from pipeline.engines.base import Capabilities, Check, EngineStats
+from pipeline.engines.feature import SUPPORTED
 from pipeline.engines.room import shortage
+from pipeline.engines.text import Text, texts
 from pipeline.engines.ticket import admitted, require_fit
 from pipeline.engines.vllm import linear
 from pipeline.engines.vllm.blocks import verify_layout
@@ -25,7 +27,8 @@ from pipeline.engines.vllm.exchange import Exchange, VllmTicket, register, unreg
 from pipeline.engines.vllm.export import Export
 from pipeline.engines.vllm.intake import Intake
 from pipeline.engines.vllm.loop import EngineLoop
-from pipeline.errors import ConfigError, CrossfillError
+from pipeline.errors import ConfigError, CrossfillError, EngineError
+from pipeline.grammar import Compiler
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request
 from pipeline.settings import EngineSettings
@@ -59,6 +62,7 @@ class VllmEngine:
             raise ConfigError(f"kv_cache_bytes = {settings.kv_cache_bytes} holds no page: set {page_bytes} or more")
         self._limit = min(self._contract.context_length, self._blocks * PAGE_TOKENS)
         self._keys = itertools.count(1)
+        self._compiler = Compiler(checkpoint, self._contract.vocab_size, eos_token_ids(checkpoint))
         self._exchange = Exchange()
         register(self._exchange)
         try:
@@ -74,7 +78,7 @@ class VllmEngine:
     @property
     def capabilities(self) -> Capabilities:
         room = self._blocks * PAGE_TOKENS
-        return Capabilities(max_running=self._settings.max_running, kv_tokens=room)
+        return Capabilities(max_running=self._settings.max_running, kv_tokens=room, features=SUPPORTED[self.name])
 
     @property
     def failure(self) -> CrossfillError | None:
@@ -84,7 +88,8 @@ class VllmEngine:
     def prefill(self, request: Request) -> Export:
         """Raises EngineError at once for a prompt that can never fit, or when the engine is dead."""
         require_fit(request, self._limit, self._contract)
-        export = Export(self._key("p", request), request, self._exchange)
+        first = self._texts(request, 1) if request.first_token else []
+        export = Export(self._key("p", request), request, self._exchange, first)
         self._loop.submit(export)
         return export
 
@@ -93,7 +98,12 @@ class VllmEngine:
     ) -> Intake:
         """Raises DeadlineError when vLLM found no room in time, EngineError for a prompt that can never fit."""
         require_fit(request, self._limit, self._contract)
-        intake = Intake(self._key("d", request), request, self._exchange, local=local)
+        limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
+        samples = self._texts(request, limit)
+        if len(samples) > self._settings.max_running:
+            setting = f"max_running is {self._settings.max_running}: raise it"
+            raise EngineError(f"n = {len(samples)} samples need as many places and {setting}")
+        intake = Intake(self._key("d", request), request, self._exchange, samples, local=local)
         self._loop.submit(intake)
         return admitted(intake, timeout_s, check, "vLLM")
 
@@ -119,6 +129,9 @@ class VllmEngine:
 
     def _key(self, role: str, request: Request) -> str:
         return f"{role}{next(self._keys)}-{request.handoff_id}"
+
+    def _texts(self, request: Request, limit: int) -> list[Text]:
+        return texts(request, self._contract.vocab_size, self._compiler, lambda: secrets.randbits(64), limit)
 
     def _build(self, checkpoint: Path) -> Any:
         """The LLMEngine, on the engine's thread.
@@ -171,7 +184,7 @@ class VllmEngine:
             disable_hybrid_kv_cache_manager=True,
             async_scheduling=False,
             disable_log_stats=True,
-            logits_processors=["pipeline.engines.vllm.sampling:SeededDraw"],
+            logits_processors=["pipeline.engines.vllm.sampling:Draws"],
             kv_transfer_config=KVTransferConfig(
                 kv_connector="PageConnector",
                 kv_connector_module_path="pipeline.engines.vllm.connector",

@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from pipeline.engines.text import Text
 from pipeline.engines.ticket import Ticket
 from pipeline.engines.vllm.copier import Copier
 from pipeline.errors import ConfigError, CrossfillError, EngineError
@@ -27,9 +29,11 @@ class VllmTicket(Ticket):
     `gone` is the end: vLLM holds neither the request nor a block of it any more.
     """
 
-    def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
+    def __init__(self, key: str, request: Request, exchange: Exchange, texts: Sequence[Text] = ()) -> None:
+        """`texts` are the samples that are drawn under this key; they belong to the engine's thread."""
         super().__init__(request)
         self.key = key
+        self.texts = tuple(texts)
         self._exchange = exchange
         self._gone = False
 

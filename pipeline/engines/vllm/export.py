@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeline.engines.text import Text
 from pipeline.engines.ticket import Unread
 from pipeline.engines.vllm.copier import Copier, Fence
 from pipeline.engines.vllm.exchange import Exchange, VllmTicket
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
@@ -33,8 +35,10 @@ class Batch(NamedTuple):
 
 
 class Export(VllmTicket):
-    def __init__(self, key: str, request: Request, exchange: Exchange) -> None:
-        super().__init__(key, request, exchange)
+    def __init__(self, key: str, request: Request, exchange: Exchange, texts: Sequence[Text] = ()) -> None:
+        """`texts`: the samples whose first tokens are drawn here, none where D draws them."""
+        super().__init__(key, request, exchange, texts)
+        self._drawn: tuple[tuple[int, ...], tuple[TokenLogprob, ...]] = ((), ())
         self.pages = page_count(request.transfer_tokens)
         self._marks: list[Mark] = []  # growing; pages are in `_blocks`
         self._blocks: list[int] = []
@@ -42,6 +46,7 @@ class Export(VllmTicket):
         self._unread = Unread(self.pages)
         self._computed: Fence | None = None  # set with the step that ends the prompt
         self._first_tokens: tuple[int, ...] = ()
+        self._first_logprobs: tuple[TokenLogprob, ...] = ()
 
     # --- the job's side
 
@@ -107,13 +112,17 @@ class Export(VllmTicket):
         return self._first_tokens
 
     @property
+    def first_logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self._first_logprobs
+
+    @property
     def done(self) -> bool:
         """The token arrives a little after the last page: vLLM hands it out when the step is over."""
         return self._computed is not None and self._computed.passed and self._has_token
 
     @property
     def _has_token(self) -> bool:
-        return len(self._first_tokens) == self.request.first_token
+        return len(self._first_tokens) == len(self.texts)
 
     @property
     def _ready(self) -> int:
@@ -144,9 +153,13 @@ class Export(VllmTicket):
                 self._computed = fence
             self.changed.notify_all()
 
-    def deliver(self, first_tokens: tuple[int, ...]) -> None:
+    def draw(self, first_tokens: tuple[int, ...], first_logprobs: tuple[TokenLogprob, ...]) -> None:
+        """From the step that runs; `deliver` says that it was the one that ended the prompt."""
+        self._drawn = (first_tokens, first_logprobs)
+
+    def deliver(self) -> None:
         with self.changed:
-            self._first_tokens = first_tokens
+            self._first_tokens, self._first_logprobs = self._drawn
             self.changed.notify_all()
 
     def withdraw(self) -> None:

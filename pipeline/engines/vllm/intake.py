@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 
 from pipeline.engines.base import TokenStep
+from pipeline.engines.text import Text
 from pipeline.engines.ticket import require_next
 from pipeline.engines.vllm.copier import Copier, Fence
 from pipeline.engines.vllm.exchange import Exchange, VllmTicket
-from pipeline.errors import EngineError
+from pipeline.errors import CrossfillError, EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, PageArray, page_count, page_tokens, require_finite
 from pipeline.request import Request
 
@@ -33,8 +35,11 @@ class Prompt(NamedTuple):
 
 
 class Intake(VllmTicket):
-    def __init__(self, key: str, request: Request, exchange: Exchange, *, local: bool) -> None:
-        super().__init__(key, request, exchange)
+    def __init__(self, key: str, request: Request, exchange: Exchange, texts: Sequence[Text], *, local: bool) -> None:
+        """`texts`: one for each sample; the first is drawn here, the others by `siblings`."""
+        super().__init__(key, request, exchange, texts[:1])
+        self.siblings = [Sibling(self, sample, text) for sample, text in enumerate(texts) if sample]
+        self.joined = False  # the siblings are in vLLM; engine thread
         self.pages = page_count(request.transfer_tokens)
         self.local = local
         self.loading: str | None = None  # vLLM's id of the request from the allocation until the load was reported
@@ -83,7 +88,9 @@ class Intake(VllmTicket):
             copier.write(self._blocks[begin:end], self._staged, self._after)
             self._staged, self._written = None, end
 
-    def decode(self, first_tokens: Sequence[int] = ()) -> Iterator[TokenStep]:
+    def decode(
+        self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
+    ) -> Iterator[TokenStep]:
         """`first_tokens` must be empty: vLLM computes the last prompt token and samples every token itself."""
         if first_tokens:
             raise EngineError("vLLM samples the first token itself and takes none from outside")
@@ -134,13 +141,18 @@ class Intake(VllmTicket):
         return Page(index, tokens, data)
 
     def _take_steps(self) -> Iterator[TokenStep]:
-        finish = None
-        while finish is None:
+        running = 1 + len(self.siblings)
+        while running:
             with self.changed:
                 self._wait(lambda: bool(self._steps))
                 step = self._steps.popleft()
-            finish = step.finish
+            running -= step.finish is not None
             yield step
+
+    def close(self) -> None:
+        super().close()
+        for sibling in self.siblings:
+            sibling.close()
 
     # --- the engine thread's side
 
@@ -186,3 +198,22 @@ class Intake(VllmTicket):
         with self.changed:
             self._steps.append(step)
             self.changed.notify_all()
+
+
+class Sibling(VllmTicket):
+    """Another sample of an Intake's request: in vLLM a request of its own, which begins once the first sample runs.
+
+    By then the prompt's full pages are in vLLM's prefix cache; the tokens behind them (fewer than 65) it computes.
+    """
+
+    def __init__(self, first: Intake, sample: int, text: Text) -> None:
+        super().__init__(f"{first.key}.{sample}", first.request, first._exchange, [text])
+        self.sample = sample
+        self._first = first
+
+    def fail(self, error: CrossfillError) -> None:
+        super().fail(error)
+        self._first.fail(error)
+
+    def deliver(self, step: TokenStep) -> None:
+        self._first.deliver(step)

@@ -17,8 +17,8 @@ from vllm import exceptions as vllm_exceptions
 from pipeline.engines.base import TokenStep
 from pipeline.engines.vllm.exchange import Abort, Exchange, Reset, Stop, Submit, VllmTicket
 from pipeline.engines.vllm.export import Export
-from pipeline.engines.vllm.intake import Intake
-from pipeline.engines.vllm.sampling import for_decode, for_prefill
+from pipeline.engines.vllm.intake import Intake, Sibling
+from pipeline.engines.vllm.sampling import for_decode, for_prefill, logprobs
 from pipeline.errors import ConfigError, CrossfillError, EngineError
 
 # vLLM has requests but nothing to run: they wait for pages, for room, or to be read. Every such event wakes the loop;
@@ -156,8 +156,7 @@ class EngineLoop:
         }
         self._exchange.by_key[ticket.key] = ticket
         try:
-            ours = isinstance(ticket, Intake)
-            params = for_decode(request.sampling, ticket.key) if ours else for_prefill(request, ticket.key)
+            params = for_prefill(ticket) if isinstance(ticket, Export) else for_decode(ticket.texts[0], ticket.key)
             self._engine_ids[ticket.key] = self._engine.add_request(ticket.key, prompt, params)
         except _REFUSALS as error:
             del self._exchange.by_key[ticket.key]
@@ -184,12 +183,20 @@ class EngineLoop:
             return
         if completion.finish_reason not in (None, "stop", "length"):
             ticket.fail(EngineError(f"vLLM ended the request: {completion.finish_reason}"))
-        elif isinstance(ticket, Intake):
+        elif isinstance(ticket, Export):
+            self.tokens_sampled += len(ticket.texts)
+            ticket.deliver()
+        elif isinstance(ticket, Intake | Sibling):
             self.tokens_sampled += len(completion.token_ids)
-            ticket.deliver(TokenStep(tuple(completion.token_ids), completion.finish_reason))
-        elif isinstance(ticket, Export) and ticket.request.first_token:
-            self.tokens_sampled += len(completion.token_ids)
-            ticket.deliver(tuple(completion.token_ids))
+            ticket.deliver(_step(completion, ticket))
+            self._join_siblings(ticket)
+
+    def _join_siblings(self, ticket: Intake | Sibling) -> None:
+        """The prompt's pages are in vLLM's prefix cache from the first sample's first token on."""
+        if isinstance(ticket, Intake) and not ticket.joined:
+            ticket.joined = True
+            for sibling in ticket.siblings:
+                self._add(sibling)
 
     def _sweep(self) -> None:
         """Tickets that vLLM has let go of."""
@@ -208,3 +215,9 @@ class EngineLoop:
         for one in left:
             if isinstance(one, Reset):
                 one.done.set()
+
+
+def _step(completion: Any, ticket: Intake | Sibling) -> TokenStep:
+    token_ids, count = tuple(completion.token_ids), ticket.request.sampling.logprobs
+    found = None if count is None else logprobs(completion.logprobs or (), token_ids, count)
+    return TokenStep(token_ids, completion.finish_reason, ticket.sample if isinstance(ticket, Sibling) else 0, found)

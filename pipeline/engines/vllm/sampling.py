@@ -1,17 +1,23 @@
-"""Sampling: our request as vLLM's `SamplingParams`, and the seeded draw.
+"""Sampling: our request as vLLM's `SamplingParams`, and the draws that we make ourselves.
 
 Every field is explicit, so that no default of vLLM or of a `generation_config.json` leaks in.
 
-vLLM's own per-request seed keeps a generator whose state depends on how the prompt was cut into chunks, and on a CPU
-it raises out of the engine's step when a seeded prompt is chunked. So a seeded request runs greedy in vLLM over logits
-that `SeededDraw` has already filtered and perturbed (Gumbel-max, Gumbel 1954; argmax of logits + Gumbel noise is a draw
-from the softmax). The noise is a pure function of (seed, absolute position): the same text whatever the batch,
-the chunks or a preemption, and a request continued elsewhere with its emitted tokens goes on with the same draws.
+vLLM draws what is plain: unseeded, and nothing asked beside temperature and filters. All else runs greedy in vLLM over
+logits that `Draws` has already changed (`engines.text.Change`), filtered and perturbed (Gumbel-max, Gumbel 1954; argmax
+of logits + Gumbel noise is a draw from the softmax). The reasons:
+
+- vLLM's own per-request seed keeps a generator whose state depends on how the prompt was cut into chunks, and on a CPU
+  it raises out of the engine's step when a seeded prompt is chunked. Our noise is a pure function of (seed, absolute
+  position): the same text whatever the batch, the chunks or a preemption, and a request continued elsewhere with its
+  emitted tokens goes on with the same draws.
+- vLLM applies penalties behind all logits processors, so behind our temperature, and a grammar before it takes the
+  logprobs; its grammars also want a tokenizer in the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,50 +26,50 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from pipeline.request import Request, Sampling
+from pipeline.engines.text import Change, Text
+from pipeline.engines.vllm.exchange import VllmTicket, find
+from pipeline.engines.vllm.export import Export
+from pipeline.errors import CrossfillError
+from pipeline.logprob import TokenLogprob
 
 _DRAW = "crossfill_draw"
 _TICKET = "kv_transfer_params"
+_SEED_SPACE = 1 << 64
 
 
-def for_decode(sampling: Sampling, ticket: str) -> SamplingParams:
+def for_decode(text: Text, ticket: str) -> SamplingParams:
     """How D samples: stop ids are emitted and end the request, `ignore_eos` because they already contain EOS."""
-    extra: dict[str, Any] = {}
-    seeded = sampling.seed is not None and sampling.temperature > 0
-    if seeded:
-        extra[_DRAW] = {
-            "seed": sampling.seed,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        }
+    sampling = text.sampling
+    ours = text.changes or (sampling.seed is not None and sampling.temperature > 0)
     return _params(
         ticket,
-        temperature=0.0 if seeded else sampling.temperature,
-        top_p=1.0 if seeded else sampling.top_p,
-        top_k=0 if seeded else sampling.top_k,
+        temperature=0.0 if ours else sampling.temperature,
+        top_p=1.0 if ours else sampling.top_p,
+        top_k=0 if ours else sampling.top_k,
+        min_p=0.0 if ours else sampling.min_p,
         max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        extra=extra,
+        stop_token_ids=sorted(text.stops),
+        logprobs=sampling.logprobs,
+        draw=ours,
     )
 
 
-def for_prefill(request: Request, ticket: str) -> SamplingParams:
+def for_prefill(ticket: Export) -> SamplingParams:
     """P draws one token: as the request says where D wants it, else a greedy one that is thrown away."""
-    if request.first_token:
-        return for_decode(replace(request.sampling, max_tokens=1), ticket)
-    return _params(ticket, temperature=0.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=[], extra={})
+    return _params(ticket.key, draw=bool(ticket.texts))
 
 
 def _params(
     ticket: str,
     *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    max_tokens: int,
-    stop_token_ids: list[int],
-    extra: dict[str, Any],
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    max_tokens: int = 1,
+    stop_token_ids: Sequence[int] = (),
+    logprobs: int | None = None,
+    draw: bool,
 ) -> SamplingParams:
     return SamplingParams(
         n=1,
@@ -73,46 +79,138 @@ def _params(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        min_p=0.0,
+        min_p=min_p,
         seed=None,
         stop=None,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=list(stop_token_ids),
         ignore_eos=True,
         max_tokens=max_tokens,
         min_tokens=0,
-        logprobs=None,
+        logprobs=logprobs,
         prompt_logprobs=None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={_TICKET: {"ticket": ticket}, **extra},
+        extra_args={_TICKET: {"ticket": ticket}, _DRAW: ticket if draw else None},
     )
 
 
-class SeededDraw(AdapterLogitsProcessor):
-    """vLLM's logits-processor plug-in: applies `draw` to the rows of seeded requests."""
+def logprobs(found: Sequence[Mapping[int, Any]], token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """From vLLM's own, which are of the raw logits too: per token the drawn one, then the `count` likeliest."""
+    return tuple(_logprob(one, token_id, count) for one, token_id in zip(found, token_ids, strict=True))
+
+
+def _logprob(found: Mapping[int, Any], token_id: int, count: int) -> TokenLogprob:
+    listed = [other for other in found if len(found) == count or other != token_id]
+    top = sorted(listed, key=lambda other: int(found[other].rank))
+    return TokenLogprob(token_id, float(found[token_id].logprob), tuple((i, float(found[i].logprob)) for i in top))
+
+
+class Draws(AdapterLogitsProcessor):
+    """vLLM's logits-processor plug-in: the rows of requests that draw here. What fails is that request's alone."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self._exchange = find(vllm_config.kv_transfer_config.kv_connector_extra_config["exchange"])
 
     def is_argmax_invariant(self) -> bool:
         return False  # it decides the token
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        wish = (params.extra_args or {}).get(_DRAW)
-        if wish is None:
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
+        key = (params.extra_args or {}).get(_DRAW)
+        if key is None:
             return None
+        ticket = self._exchange.by_key[key]
 
-        def process(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            return draw(logits, position=len(prompt_ids) + len(output_ids), **wish)
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            try:
+                return (
+                    _draw_first(ticket, logits)
+                    if isinstance(ticket, Export)
+                    else _draw_next(ticket, output_ids, logits)
+                )
+            except CrossfillError as error:
+                ticket.fail(error)
+                return logits
 
         return process
 
 
+def _draw_next(ticket: VllmTicket, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    (text,) = ticket.texts
+    for token in output_ids[len(text.tokens) :]:
+        text.push(token)
+    return draw_for(text, logits)
+
+
+def _draw_first(ticket: Export, logits: torch.Tensor) -> torch.Tensor:
+    """Every sample's first token from the one row; while chunks are missing it is drawn in vain."""
+    rows = [draw_for(text, logits) for text in ticket.texts]
+    token_ids = tuple(int(row.argmax()) for row in rows)
+    count = ticket.request.sampling.logprobs
+    ticket.draw(token_ids, () if count is None else _report(logits, token_ids, count))
+    return rows[0]
+
+
+def _report(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    found = logits.float().log_softmax(-1)
+    values, ids = found.topk(count)
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return tuple(TokenLogprob(token_id, float(found[token_id]), top) for token_id in token_ids)
+
+
+def draw_for(text: Text, logits: torch.Tensor) -> torch.Tensor:
+    """Logits `(vocab,)` whose argmax is the next token of `text`."""
+    change, sampling = text.change(), text.sampling
+    changed = logits if change is None else apply(change, logits)
+    if sampling.temperature == 0:
+        return changed
+    return draw(
+        changed,
+        position=text.position,
+        seed=text.seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
+
+
+def apply(change: Change, logits: torch.Tensor) -> torch.Tensor:
+    """`change` to a copy of `logits` `(vocab,)`, in FP32."""
+    row = logits.to(torch.float32, copy=True)
+
+    def on_device(array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(row.device)
+
+    row[on_device(change.biased)] += on_device(change.bias)
+    repeated = on_device(change.repeated)
+    found = row[repeated]
+    row[repeated] = torch.where(found > 0, found / change.repetition, found * change.repetition)
+    row[on_device(change.sampled)] -= on_device(change.penalty)
+    if change.allowed is not None:
+        row.masked_fill_(~on_device(change.allowed), -torch.inf)
+    row[on_device(change.forbidden)] = -torch.inf
+    return row
+
+
 def draw(
-    logits: torch.Tensor, *, position: int, seed: int, temperature: float, top_k: int, top_p: float
+    logits: torch.Tensor, *, position: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Logits `(vocab,)` whose argmax is the seeded draw at `position`. Order: temperature, top-k, top-p, noise."""
-    scores = _keep_top_p(_keep_top_k(logits.float() / temperature, top_k), top_p)
-    bits = np.random.Philox(key=seed & (2**64 - 1), counter=position)
+    """Logits `(vocab,)` whose argmax is the seeded draw at `position`.
+
+    Order: temperature, min-p, top-k, top-p, noise.
+    """
+    scores = _keep_top_p(_keep_top_k(_keep_min_p(logits.float() / temperature, min_p), top_k), top_p)
+    bits = np.random.Philox(key=seed % _SEED_SPACE, counter=position)
     noise = np.random.Generator(bits).gumbel(size=scores.shape[0]).astype(np.float32)
     return scores + torch.from_numpy(noise).to(scores.device)
+
+
+def _keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Scores less likely than `min_p` times the best become -inf (Nguyen et al. 2024)."""
+    if min_p <= 0:
+        return scores
+    return scores.masked_fill(scores < scores.max() + math.log(min_p), -torch.inf)
 
 
 def _keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipeline.engines.base import TokenStep
+from pipeline.engines.text import Text
 from pipeline.errors import EngineError, HandoffCancelledError
 from pipeline.request import Sampling
-from tests.engines.flow import prompt, read_text, request
+from tests.engines.flow import prompt, read_text
 
 if TYPE_CHECKING:
     from pipeline.engines.mlx.model import Model
 
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from pipeline.engines.mlx.batch import Batch, Row
+from pipeline.engines.mlx.batch import Batch, Outbox, Row
 from pipeline.engines.mlx.cache import STEP, capacity
 from pipeline.engines.mlx.memory import Memory
-from pipeline.engines.mlx.sampler import Sampler
 
 Compute = Callable[[tuple[int, ...]], list[Any]]
 Decode = Callable[[tuple[int, ...], int], list[int]]
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
-def make_row(token_ids: tuple[int, ...], count: int, **sampling: Any) -> Row:
-    order = request(token_ids, Sampling(max_tokens=count, **{"temperature": 0.0, **sampling}))
-    return Row(order, Sampler(order.sampling, order.sampling.seed or 0), count)
+class Single(Row):
+    """A request with one sample."""
+
+    def __init__(self, text: Text, count: int) -> None:
+        self.outbox = Outbox()
+        super().__init__(text, count, self.outbox)
+
+    def steps(self) -> Iterator[TokenStep]:
+        return self.outbox.read(1)
+
+
+def make_row(token_ids: tuple[int, ...], count: int, **sampling: Any) -> Single:
+    asked = Sampling(max_tokens=count, **{"temperature": 0.0, **sampling})
+    return Single(Text(token_ids, asked, 1024, limit=count, seed=asked.seed or 0), count)
 
 
 def run(batch: Batch, *, ahead: bool) -> int:
@@ -53,7 +65,7 @@ def test_requests_that_join_late_and_leave_early_do_not_disturb_each_other(
         if step == 11:
             batch.leave(rows[4])
             batch.leave(rows[4])
-            rows[4].cancel()
+            rows[4].fail(HandoffCancelledError("closed"))
         if batch.rows:
             emitted += batch.step(ahead=ahead)
     assert batch.rows == []
@@ -114,7 +126,7 @@ def test_memory_counts_at_least_what_the_batch_takes(model: Model, computed: Com
     memory = Memory(10**9, model.token_bytes, 8, lambda: None)
     batch = Batch(model)
     for tokens, count in ((10, 300), (250, 20), (257, 3), (600, 300), (5, 5)):
-        memory.ask(capacity(tokens + count) + STEP, batched=True)
+        memory.ask(capacity(tokens + count) + STEP, rows=1)
         batch.join(make_row(prompt(tokens), count), computed(prompt(tokens)))
         for _ in range(4):
             batch.step(ahead=ahead)
@@ -137,6 +149,6 @@ def test_a_failure_comes_before_steps_that_were_not_read() -> None:
     row = make_row((1, 2), 5)
     row.push(7)
     row.fail(EngineError("out of memory"))
-    row.cancel()
+    row.fail(HandoffCancelledError("closed"))
     with pytest.raises(EngineError, match="out of memory"):
         next(row.steps())

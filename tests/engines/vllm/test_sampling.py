@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
+from pipeline.engines.text import Text
+from pipeline.errors import EngineError
+from pipeline.logprob import TokenLogprob
 from pipeline.request import Sampling
-from tests.engines.flow import compute_locally, deliver, export, prompt, request
+from tests.engines.flow import compute_locally, deliver, deliver_samples, export, prompt, request
 from tests.engines.vllm.conftest import shared_engine
 
 
@@ -49,3 +54,89 @@ def test_the_draw_follows_the_distribution(engine: Any) -> None:
     expected[[0, 1, 2, 4]] = kept / kept.sum()
     assert np.abs(frequencies - expected).max() < 0.03
     assert frequencies[2] == frequencies[3] == 0
+
+
+def made(*said: int, **asked: Any) -> Text:
+    text = Text((3, 5, 9), Sampling(9, **asked), 500, limit=9, seed=0)
+    for token in said:
+        text.push(token)
+    return text
+
+
+@shared_engine
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logit_bias": ((3, 4.0), (7, -100.0))},
+        {"presence_penalty": 0.7, "frequency_penalty": -0.3},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "presence_penalty": 1.0, "logit_bias": ((11, 2.0), (3, 1.0))},
+        {"min_tokens": 9, "stop_token_ids": (1, 2, 499)},
+    ],
+    ids=str,
+)
+def test_changes_are_the_references(engine: Any, asked: dict[str, Any]) -> None:
+    import torch
+
+    from pipeline.engines.vllm.sampling import apply
+
+    logits = np.random.default_rng(3).normal(0, 3, 500).astype(np.float32)
+    change = made(11, 3, 11, 400, **asked).change()
+    assert change is not None
+    for allowed in (None, np.arange(500) % 3 == 0):
+        masked = replace(change, allowed=allowed)
+        given = torch.from_numpy(logits.copy())
+        np.testing.assert_allclose(apply(masked, given).numpy(), masked.apply(logits), rtol=1e-6)
+        assert np.array_equal(given.numpy(), logits), "the model's logits were changed"
+
+
+@shared_engine
+def test_the_drawn_logprob_counts_once(engine: Any) -> None:
+    """vLLM gives one mapping per token: the drawn id, then the likeliest, of which it may be one."""
+    from pipeline.engines.vllm.sampling import logprobs
+
+    class Found(NamedTuple):
+        logprob: float
+        rank: int
+
+    among = {7: Found(-1.0, 2), 4: Found(-0.5, 1)}
+    beside = {9: Found(-6.0, 40), 4: Found(-0.5, 1), 7: Found(-1.0, 2)}
+    assert logprobs([among, beside], [7, 9], 2) == (
+        TokenLogprob(7, -1.0, ((4, -0.5), (7, -1.0))),
+        TokenLogprob(9, -6.0, ((4, -0.5), (7, -1.0))),
+    )
+    assert logprobs([{9: Found(-6.0, 40)}], [9], 0) == (TokenLogprob(9, -6.0, ()),)
+
+
+@shared_engine
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(engine: Any, monkeypatch: Any) -> None:
+    """vLLM's step must survive: an error out of it would end the engine."""
+
+    def broken(text: Text) -> None:
+        if text.changes:
+            raise EngineError("no token may follow")
+
+    monkeypatch.setattr(Text, "change", broken)
+    with pytest.raises(EngineError, match="no token may follow"):
+        compute_locally(engine, request(prompt(90), Sampling(8, presence_penalty=1.0)))
+    assert len(compute_locally(engine, request(prompt(90)))) == 8
+    assert engine.failure is None
+
+
+@shared_engine
+def test_samples_share_the_pages_of_the_prompt(engine: Any) -> None:
+    """Two full pages and a tail of two tokens: each further sample computes the tail and nothing else."""
+    asked = Sampling(8, temperature=1.0, seed=1, n=4)
+    order = request(prompt(130), asked)
+    pages = export(engine, order)
+    engine.reset_prefix_cache()
+    before = engine.stats().prompt_tokens_computed
+    samples = deliver_samples(engine, order, pages)
+    assert engine.stats().prompt_tokens_computed - before == 1 + 3 * 2
+    assert len({tuple(sample.ids) for sample in samples}) == 4
+
+
+@shared_engine
+def test_more_samples_than_places(engine: Any) -> None:
+    with pytest.raises(EngineError, match="max_running is 16"):
+        engine.admit(request(prompt(90), Sampling(8, n=17)))
