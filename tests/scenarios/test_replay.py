@@ -55,7 +55,7 @@ def found(printed: Printed, *words: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.timeout(900)
 def test_recorded_on_vllm_to_mlx_and_replayed_on_others(real: System, tmp_path: Path, capsys: Printed) -> None:
     prompt = prompts(Tokenizer.from_file(str(MODEL / "tokenizer.json")))[193]
-    file = captured(real, prompt, "vllm->mlx", max_tokens=96)
+    file = captured(real, prompt, "vllm->mlx", max_tokens=48)
     assert main(["handoff", "verify", str(file)]) == 0
     for engine in ("reference", "vllm"):
         status, report = found(capsys, "replay", str(file), "--engine", engine)
