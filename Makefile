@@ -42,22 +42,14 @@ check: env ## formatting, lint, types, layers, generated pages
 	$(VENV)/ruff check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports
-	$(VENV)/python docs/generate_handoff.py --check
-	$(VENV)/python docs/generate_configuration.py --check
-	$(VENV)/python docs/generate_api.py --check
-	$(VENV)/python docs/generate_metrics.py --check
-	$(VENV)/python docs/generate_features.py --check
+	$(VENV)/python -m docs.generate --check
 
 format: env ## let ruff rewrite what it can
 	$(VENV)/ruff format .
 	$(VENV)/ruff check --fix .
 
 docs: env ## regenerate the generated pages
-	$(VENV)/python docs/generate_handoff.py
-	$(VENV)/python docs/generate_configuration.py
-	$(VENV)/python docs/generate_api.py
-	$(VENV)/python docs/generate_metrics.py
-	$(VENV)/python docs/generate_features.py
+	$(VENV)/python -m docs.generate
 
 chaos: env ## hurt a running system at random for ten minutes (ARGS: --seed N --minutes M --requests N)
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/python -m tests.chaos $(ARGS)

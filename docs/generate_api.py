@@ -1,8 +1,7 @@
-"""Writes `docs/api.md` from the OpenAPI document of the API. With `--check`: exit 1 when the page is not current."""
+"""Writes `docs/api.md` from the OpenAPI document of the API."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,16 +124,3 @@ _WORDS = {
 
 def _bounds(field: Document) -> str:
     return "".join(f", {word} {field[name]}" for name, word in _WORDS.items() if name in field)
-
-
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-    print(f"{PAGE.name}: {'current' if current else 'not current: run `make docs`'}")
-    return 0 if current else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

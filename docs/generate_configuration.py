@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import io
 import re
-import sys
 import tokenize
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -157,16 +156,3 @@ def _comment(line: str) -> str:
 def _cell(text: str) -> str:
     """A pipe would end the cell, and a bracket may look like markup."""
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-    print(f"{PAGE.name}: {'current' if current else 'not current: run `make docs`'}")
-    return 0 if current else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

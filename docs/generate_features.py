@@ -1,8 +1,7 @@
-"""Writes the table of features into `docs/engines.md` from the code. With `--check`: exit 1 when it is not current."""
+"""Writes the table of features into `docs/engines.md` from the code."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pipeline.engines.feature import SUPPORTED
@@ -37,17 +36,3 @@ def page(text: str) -> str:
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(text), encoding="utf-8")
-        return 0
-    current = page(text) == text
-    print(f"{PAGE.name}: {'current' if current else 'not current: run `make docs`'}")
-    return 0 if current else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

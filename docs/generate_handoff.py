@@ -1,8 +1,7 @@
-"""Draws `docs/handoff.md` from `pipeline.handoff.TRANSITIONS`. With `--check`: exit 1 when the page is not current."""
+"""Draws `docs/handoff.md` from `pipeline.handoff.TRANSITIONS`."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -40,16 +39,3 @@ def table() -> list[str]:
     head = ["| state | " + " | ".join(Event) + " |", "|---" * (len(Event) + 1) + "|"]
     rows = [[state, *(TRANSITIONS.get((state, event), "·") for event in Event)] for state in State]
     return head + ["| " + " | ".join(row) + " |" for row in rows if row[0] not in TERMINAL]
-
-
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-    print(f"{PAGE.name}: {'current' if current else 'not current: run `make docs`'}")
-    return 0 if current else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

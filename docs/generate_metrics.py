@@ -1,8 +1,7 @@
-"""Draws `docs/metrics.md` from `pipeline.metrics`. With `--check`: exit 1 when the page is not current."""
+"""Draws `docs/metrics.md` from `pipeline.metrics`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,16 +41,3 @@ def buckets() -> list[str]:
     lines = [f"Upper bounds of the histograms' buckets, in seconds: {shown}."]
     others = [f for f in (*API, *WORKER) if f.kind == "histogram" and f.buckets != SHORT_S]
     return [*lines, *(f"`{f.name}`: {', '.join(f'{bound:g}' for bound in f.buckets)}." for f in others)]
-
-
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-    print(f"{PAGE.name}: {'current' if current else 'not current: run `make docs`'}")
-    return 0 if current else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
