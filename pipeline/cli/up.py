@@ -17,8 +17,9 @@ from rich.console import Console
 
 from pipeline.cli import config, machine
 from pipeline.cli.config import Tree
-from pipeline.cli.fleet import API, Fleet
+from pipeline.cli.fleet import Fleet
 from pipeline.cli.progress import StartProgress
+from pipeline.cli.supervisor import Supervisor
 from pipeline.settings import Settings
 
 READY_TIMEOUT_S = 300.0  # a first vLLM start builds caches for over a minute
@@ -100,19 +101,19 @@ def _stop(fleet: Fleet, console: Console) -> None:
 
 
 def watch(fleet: Fleet, console: Console, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Report children that end, until interrupted (0) or until nothing is left that could serve (1)."""
+    """Bring back children that end, until interrupted (0) or until nothing is left that could serve (1)."""
+
+    def say(text: str) -> None:
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+    supervisor = Supervisor(fleet, say)
     try:
-        while True:
-            for each in fleet.dead():
-                console.print(each.epitaph(), style="red", markup=False, highlight=False, soft_wrap=True)
-                if each.name != API:
-                    fleet.bury(each)
-            if not fleet.serves:
-                console.print("nothing is left that could serve a request")
-                return 1
+        while supervisor.tend():
             sleep(0.5)
     except KeyboardInterrupt:
         return 0
+    console.print("nothing is left that could serve a request")
+    return 1
 
 
 def example(fleet: Fleet) -> str:

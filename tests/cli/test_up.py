@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,14 +107,28 @@ def test_a_killed_up_takes_everything_along(config: Path) -> None:
         pass
 
 
-def test_a_worker_that_dies_is_reported_and_the_api_goes_on(config: Path) -> None:
+def test_a_worker_that_dies_is_reported_and_comes_back_while_the_api_goes_on(config: Path) -> None:
     with running(config) as (up, printed):
         pids = {name: int(pid) for name, pid in PID.findall(printed)}
+        url = re.search(r"serves at (\S+)/v1", printed)
+        assert url
+        before = _started(url[1])
         os.kill(pids["p"], signal.SIGKILL)
         assert up.stdout is not None
         assert up.stdout.readline().startswith("p ended with signal SIGKILL; the end of ")
+        while "p is started again" not in up.stdout.readline():
+            pass
+        while _started(url[1]).get("p", before["p"]) == before["p"]:  # the test's timeout bounds this
+            time.sleep(0.1)
+        assert _started(url[1])["d"] == before["d"]
         assert alive(pids["api"])
         assert alive(pids["d"])
+
+
+def _started(url: str) -> dict[str, int]:
+    """When each replica that is alive was started, by the broker's clock."""
+    status = fetch(f"{url}/status") or {"replicas": []}
+    return {replica["name"]: replica["started_ms"] for replica in status["replicas"]}
 
 
 def test_a_worker_that_cannot_start_ends_up_with_its_log(config: Path) -> None:
