@@ -82,16 +82,18 @@ def _local(part: Part, engine: Engine) -> Admission:
 def _remote(part: Part, engine: Engine) -> tuple[Admission, Commit]:
     transfer, limit = Transfer(part), part.services.settings.handoff.accept_s
     transfer.await_prefill()
-    admission = engine.admit(part.request, timeout_s=limit, check=part.check)
-    try:
-        part.watch.on_over(admission.close)
-        part.mark("admitted")
-        first = transfer.receive(admission)
-        held = admission.held_pages
-        _commit(part, held=held, imported=page_count(part.request.transfer_tokens) - held)
-    except BaseException:
-        admission.close()
-        raise
+    tokens = len(part.request.token_ids) + part.request.sampling.max_tokens
+    with part.services.share.holding(tokens, limit, part.check):
+        admission = engine.admit(part.request, timeout_s=limit, check=part.check)
+        try:
+            part.watch.on_over(admission.close)
+            part.mark("admitted")
+            first = transfer.receive(admission)
+            held = admission.held_pages
+            _commit(part, held=held, imported=page_count(part.request.transfer_tokens) - held)
+        except BaseException:
+            admission.close()
+            raise
     return admission, first
 
 

@@ -35,6 +35,7 @@ from pipeline.metrics import Metrics
 from pipeline.request import Request
 from pipeline.settings import Settings
 from pipeline.stages.observe import Observer
+from pipeline.stages.share import ImportShare
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -58,6 +59,7 @@ class Services:
     clock: BrokerClock
     pages: Redis
     observer: Observer = field(default_factory=lambda: Observer(Metrics("worker")))
+    share: ImportShare = field(default_factory=ImportShare)
 
 
 class PrefillFailedError(PeerError):

@@ -28,6 +28,7 @@ from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
+from pipeline.checkpoint import read_contract
 from pipeline.engines.base import Engine
 from pipeline.errors import BrokerError, StaleAttemptError
 from pipeline.metrics import Metrics, Reading
@@ -39,6 +40,7 @@ from pipeline.stages.archive import Archive
 from pipeline.stages.drain import Services
 from pipeline.stages.observe import Observer
 from pipeline.stages.recording import RecordedEngine, Recorder
+from pipeline.stages.share import ImportShare
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -54,7 +56,7 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
     """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start."""
     client = connect(settings.broker.url)
     with ExitStack() as stack:
-        chosen = worker.engine_settings.model_copy(update={"role": worker.role})
+        chosen = worker.engine_settings.model_copy(update={"role": worker.role, "held_pages": _held_pages(worker)})
         engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, chosen)))
         require_ready(client, settings.broker.budget_bytes, engine.contract.page_shape.page_bytes)
         warm_up(engine, worker.role)
@@ -68,6 +70,15 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
             pass
         _log.info("replica %s drains", worker.name)
         replica.close()
+
+
+def _held_pages(worker: WorkerSettings) -> int:
+    """Pages that may wait for export: beside decoding at most half of the KV pool, where a page may be FP32."""
+    chosen = worker.engine_settings
+    if worker.role != "both":
+        return chosen.held_pages
+    page_bytes = read_contract(worker.model).page_shape.page_bytes
+    return max(1, min(chosen.held_pages, chosen.kv_cache_bytes // page_bytes // 4))
 
 
 def warm_up(engine: Engine, role: str) -> None:
@@ -130,6 +141,8 @@ class Runtime:
             clock=clock,
             pages=connect(settings.broker.url),
             observer=Observer(metrics, tracing.connect(settings.observe, worker.name, clock.now_ms)),
+            # Prompts that are computed here need the other half (and `held_pages` keeps those to it).
+            share=ImportShare(engine.capabilities.kv_tokens // 2 if worker.role == "both" else 0),
         )
         metrics.add_source(self._readings)
         self._end_metrics: Callable[[], None] = lambda: None

@@ -27,9 +27,10 @@ from pipeline.broker.clock import BrokerClock
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.queue import ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
-from pipeline.engines.base import Capabilities
+from pipeline.checkpoint import read_contract
+from pipeline.engines.base import Capabilities, Engine
 from pipeline.engines.reference import ReferenceEngine
-from pipeline.errors import BudgetTooSmallError, EngineError
+from pipeline.errors import BudgetTooSmallError, ConfigError, EngineError
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
 from pipeline.sample import tiny
@@ -449,13 +450,34 @@ def test_a_budget_that_holds_no_page_is_refused_at_start(
 ) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(engines, "load", lambda *_: engine)
-    worker = WorkerSettings(name=NAME, engine="fake", model=Path("models/small"))
+    worker = WorkerSettings(name=NAME, engine="fake", model=Path("models/small"), role="decode")
     small = Settings(broker=BrokerSettings(url=server_url, budget_bytes=PAGE_BYTES - 1))
     with pytest.raises(BudgetTooSmallError):
         runtime.run(small, worker)
     assert engine.works == []
     assert engine.failure is not None
     assert Registry(redis_client).list() == []
+
+
+def test_beside_decoding_prompts_that_wait_for_export_keep_to_their_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.write("llama", tmp_path / "tiny")
+    page_bytes = read_contract(model).page_shape.page_bytes
+    given = []
+
+    def load(name: str, directory: Path, chosen: EngineSettings) -> Engine:
+        given.append((chosen.role, chosen.held_pages))
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(engines, "load", load)
+    pool = EngineSettings(kv_cache_bytes=40 * page_bytes, held_pages=64)
+    roles: tuple[Role, ...] = ("both", "prefill")
+    for role in roles:
+        worker = WorkerSettings(name=NAME, engine="fake", model=model, role=role, engine_settings=pool)
+        with pytest.raises(ConfigError, match="far enough"):
+            runtime.run(settings("redis://127.0.0.1:9/0"), worker)
+    assert given == [("both", 10), ("prefill", 64)]
 
 
 # -- draining by an operator's wish
