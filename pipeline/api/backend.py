@@ -68,7 +68,7 @@ class BrokerBackend:
     async def start(self) -> None:
         await to_thread.run_sync(self._beat)
         await self._hub.start()
-        self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in (self._beat, self._janitor.sweep)]
+        self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in (self._beat, self._janitor.sweep_in_turn)]
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -12,11 +12,13 @@ from functools import cache
 from typing import NamedTuple
 
 from redis import Redis
+from redis.exceptions import OutOfMemoryError
 
 from pipeline import routing
 from pipeline.broker import keys, queue, stream
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
+from pipeline.broker.connect import translate
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Fields, Ledger
 from pipeline.broker.record import LOST, ROLES, Role, Snapshot
@@ -26,6 +28,7 @@ from pipeline.handoff import TERMINAL, State
 from pipeline.settings import Settings
 
 _log = logging.getLogger(__name__)
+TURN_MS = 800  # less than the pause between two sweeps of one process, which alone must not miss its own turn
 _GRACE_MS = 1000.0  # a release between two round trips is not an orphan
 _OVER = TERMINAL | {State.CANCELLING, State.DRAINING}
 
@@ -55,6 +58,18 @@ class Janitor:
     @property
     def dispatch(self) -> Dispatch:
         return Dispatch(self.client, self.ledger, self.registry, self.settings)
+
+    def sweep_in_turn(self) -> int:
+        """`sweep`, unless some process has done so a moment ago: however many there are, all handoffs are looked at
+        about once a second. Raises BrokerError."""
+        return self.sweep() if self._has_turn() else 0
+
+    def _has_turn(self) -> bool:
+        with translate():
+            try:
+                return bool(self.client.set(keys.SWEEP, 1, nx=True, px=TURN_MS))
+            except OutOfMemoryError:
+                return True  # what frees memory does not wait for it
 
     def sweep(self) -> int:
         """Look at every live handoff and every lease once; returns how many handoffs it had to touch."""

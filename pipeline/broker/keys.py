@@ -27,6 +27,7 @@ LIVE = f"{PREFIX}:live"  # zset: live handoff id -> Redis TIME ms at creation
 REPLICAS = f"{PREFIX}:replicas"  # set of replica names ever registered and not yet reaped
 DRAINS = f"{PREFIX}:drains"  # hash: replica name -> incarnation that an operator wants to take nothing new
 RECENT = f"{PREFIX}:recent"  # list: JSON traces of ended handoffs, capped, no prompt text
+SWEEP = f"{PREFIX}:sweep"  # string that expires: somebody has swept within a moment
 EVENTS_PATTERN = f"{PREFIX}:{{*}}:events"  # every worker hears all of them: a few short messages a handoff
 
 

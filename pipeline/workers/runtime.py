@@ -286,11 +286,11 @@ class Runtime:
                 _log.exception("heartbeat")  # a lease that ends by a bug of ours would look like death
 
     def _keep_house(self) -> None:
-        """Sweep three times within a lease. Beside the heartbeat: over a slow link a sweep outlasts a lease."""
+        """Sweep in turn, three times a lease. Beside the heartbeat: over a slow link a sweep outlasts a lease."""
         while not self._stop.wait(self._worker.lease_s / 3):
             try:
                 self._clock.refresh()
-                self._janitor.sweep()
+                self._janitor.sweep_in_turn()
             except BrokerError as error:
                 _log.warning("janitor: %s", error)
             except Exception:

@@ -14,7 +14,7 @@ from redis import Redis
 from pipeline.broker import channel, keys, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
-from pipeline.broker.janitor import Janitor
+from pipeline.broker.janitor import TURN_MS, Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import Accept, Role, Snapshot
 from pipeline.broker.registry import Registry, Replica
@@ -421,3 +421,25 @@ def test_many_janitors_at_once_end_a_handoff_once(scene: Scene) -> None:
     assert scene.told(lost) == [WorkerLostError.code]
     assert scene.told(orphan) == ["cancelled"]
     assert scene.told(late) == [DeadlineError.code]
+
+
+# -- turns
+
+
+def test_of_many_janitors_one_sweeps_in_a_moment(scene: Scene) -> None:
+    lost = scene.create(owner="dead")
+    others = [Scene(scene.client).janitor for _ in range(3)]
+    assert [janitor.sweep_in_turn() for janitor in (scene.janitor, *others)] == [1, 0, 0, 0]
+    assert scene.seen(lost).state is State.CANCELLED
+    second = scene.create(owner="dead")
+    scene.client.delete(keys.SWEEP)  # as its expiry does
+    assert [janitor.sweep_in_turn() for janitor in others] == [1, 0, 0]
+    assert scene.seen(second).state is State.CANCELLED
+    assert 0 < scene.client.pttl(keys.SWEEP) <= TURN_MS
+
+
+def test_a_full_broker_keeps_nobody_from_sweeping(scene: Scene) -> None:
+    lost = scene.create(owner="dead")
+    scene.client.config_set("maxmemory", 1)
+    assert scene.janitor.sweep_in_turn() == 1
+    assert scene.seen(lost).state is State.CANCELLED
