@@ -263,8 +263,8 @@ def test_a_schema_is_kept(
 def test_other_grammars_are_kept(engine: Engine, twin: Engine, tokenizer: Tokenizer, text: str, pattern: str) -> None:
     require(engine, "grammar")
     said = []
-    for seed in range(4):
-        (sample,) = run(engine, twin, prompt(70), grammar=text, max_tokens=40, temperature=2.0, seed=seed)
+    for seed in range(6):  # so hot that what the model prefers hardly counts
+        (sample,) = run(engine, twin, prompt(70), grammar=text, max_tokens=40, temperature=50.0, seed=seed)
         said.append(text_of(tokenizer, sample))
     assert all(re.fullmatch(pattern, one) for one in said), said
     assert len(set(said)) > 1

@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,11 @@ class Asked:
         return found.decode() if isinstance(found, bytes) else None
 
     def until(self, name: str, *values: str) -> Asked:
-        eventually(lambda: self.field(name) in values, 60)
+        """Looks often: what is to be hurt while it is so may be over a moment later."""
+        deadline = time.monotonic() + 60
+        while self.field(name) not in values:
+            assert time.monotonic() < deadline, f"{name} is not {' or '.join(values)}"
+            time.sleep(0.002)
         return self
 
     def worker(self, role: str) -> str:
