@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +118,20 @@ class Asked:
         return found.decode() if isinstance(found, bytes) else None
 
     def until(self, name: str, *values: str) -> Asked:
-        """Looks often: what is to be hurt while it is so may be over a moment later."""
-        deadline = time.monotonic() + 60
-        while self.field(name) not in values:
-            assert time.monotonic() < deadline, f"{name} is not {' or '.join(values)}"
-            time.sleep(0.002)
+        self._soon(lambda: self.field(name) in values)
         return self
 
     def worker(self, role: str) -> str:
         """Name of the replica that works on it now."""
-        eventually(lambda: self.field(f"{role}_worker") is not None, 60)
+        self._soon(lambda: self.field(f"{role}_worker") is not None)
         return (self.field(f"{role}_worker") or "").split("@")[0]
+
+    def _soon(self, true: Callable[[], bool]) -> None:
+        """Looks often: what is to be hurt while it is so may be over a moment later."""
+        deadline = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < deadline, "never seen"
+            time.sleep(0.002)
 
 
 def _signal(running: System, name: str, number: signal.Signals) -> None:
