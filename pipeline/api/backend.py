@@ -141,7 +141,7 @@ class BrokerBackend:
         chosen = self._router.route(request, wish, model, frozenset(self._engines), others)
         self._engines |= {replica.engine for replica in self._router.fleet()}
         request = _fitted(request, chosen.decoder)
-        self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name)
+        self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name, owner_ttl_s=_OWNER_TTL_S)
         return chosen
 
     def _serves_another(self, replica: Replica, model: Model) -> bool:

@@ -40,10 +40,15 @@ class Dispatch:
     registry: Registry
     settings: Settings
 
-    def begin(self, request: Request, contract: Contract, route: Route, owner: str, model: str) -> None:
-        """Write the record of a new handoff and queue its jobs. Raises BrokerError."""
+    def begin(
+        self, request: Request, contract: Contract, route: Route, owner: str, model: str, *, owner_ttl_s: float = 0.0
+    ) -> None:
+        """Write the record of a new handoff and queue its jobs; `owner` lives for another `owner_ttl_s`.
+
+        Raises BrokerError.
+        """
         enqueue = partial(self._enqueue, jobs(request.handoff_id, route, model))
-        self.ledger.create(request, contract, asdict(route), owner, enqueue, tracing.current())
+        self.ledger.create(request, contract, asdict(route), owner, enqueue, tracing.current(), owner_ttl_s)
 
     def resend(self, handoff_id: str, attempts: Attempts, error: ErrorInfo, *, elsewhere: bool = False) -> bool:
         """P's attempt has failed by `error`: queue another one. D keeps what it has, and says anew what it wants.

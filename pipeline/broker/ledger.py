@@ -71,10 +71,12 @@ class Ledger:
         owner: str,
         enqueue: Callable[[Pipeline], object],
         traceparent: str = "",
+        owner_ttl_s: float = 0.0,
     ) -> None:
         """Write the record and let `enqueue` queue every job of it, in one transaction: one global order.
 
-        `traceparent` is the span that P's and D's belong under.
+        `traceparent` is the span that P's and D's belong under. `owner_ttl_s`: who asks lives, and says so here too; a
+        broker that came back empty has forgotten it, and nobody works for the dead.
         """
         names = keys.HandoffKeys(request.handoff_id)
         now = self._clock.now_ms()
@@ -93,6 +95,8 @@ class Ledger:
         }
         with translate(), self._client.pipeline(transaction=True) as pipe:
             pipe.multi()  # RQ wants to find the transaction begun
+            if owner_ttl_s:
+                pipe.set(keys.owner(owner), "1", px=int(owner_ttl_s * 1000))
             pipe.hset(names.record, mapping=record)  # type: ignore[arg-type]
             pipe.pexpire(names.record, self._ttl_ms)
             pipe.zadd(keys.LIVE, {request.handoff_id: now})

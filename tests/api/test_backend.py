@@ -260,6 +260,20 @@ def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> N
         client.config_set("maxmemory-policy", "noeviction")
 
 
+async def test_a_broker_that_came_back_empty_is_told_with_the_request_that_its_owner_lives(
+    backend: BrokerBackend, client: Redis, ledger: Ledger
+) -> None:
+    register(client, "mac", "mlx")
+    client.delete(*client.scan_iter("cf:owner:*"))
+    asked = request()
+    submission = await backend.submit(asked, Wish(decode="mlx", local=True), MODEL)
+    record = ledger.load(asked.handoff_id)
+    assert record is not None
+    assert ledger.owned(record)
+    await submission.cancel("test")
+    await submission.close()
+
+
 async def test_one_more_than_may_be_live_is_refused_before_anything_is_queued(
     client: Redis, settings: Settings
 ) -> None:
