@@ -74,6 +74,8 @@ def test_a_module_skipped_as_a_whole_counts_as_its_tests_did_elsewhere() -> None
     ran = Case("tests.engines.test_vllm::test_a", "passed")
     assert suite.combine([module, ran]) == [ran]
     assert suite.combine([module]) == [module]
+    skipped = Case("tests.engines.test_vllm::test_a", "skipped", "no GPU here")
+    assert suite.combine([module, skipped]) == [skipped]
 
 
 def test_only_engines_that_must_be_here_are_missing() -> None:
@@ -86,6 +88,11 @@ def test_what_needs_a_gpu_is_not_missed_where_there_is_none() -> None:
     gpu = Case("tests.engines.vllm.test_cuda::test_a", "skipped", "test_cuda.py:26: no GPU here")
     absent = Case("tests.engines.vllm.test_engine::test_b", "skipped", "vLLM is not installed")
     assert suite.missing([gpu, absent], ["vllm"]) == [absent]
+
+
+def test_a_feature_that_an_engine_does_not_claim_is_not_missed() -> None:
+    name = "tests.engines.test_contract_sampling::test_a[sglang-llama]"
+    assert suite.missing([Case(name, "skipped", "test_a.py:56: sglang does not offer grammar")], ["sglang"]) == []
 
 
 def test_runs_side_by_side_report_each_for_itself(

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import secrets
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ _MARGIN_TOKENS = 8
 _LOOK_AHEAD_TOKENS = 4096  # SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION's default
 _ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
 _SEED_SPACE = 1 << 64
+_IDLE_S = 5.0  # how long SGLang may take to notice that nothing runs any more
+_IDLE_STEP_S = 0.05
 
 
 class SglangEngine:
@@ -156,9 +159,14 @@ class SglangEngine:
             )
 
     def reset_prefix_cache(self) -> None:
-        """SGLang refuses to forget while anything runs; another generation's key makes it forget in effect."""
+        """SGLang refuses to forget while anything runs; another generation's key makes it forget in effect.
+
+        For a moment after a request's last word it still counts as one that runs: that is waited for.
+        """
         self._generation += 1
-        self._server.flush()
+        deadline = time.monotonic() + _IDLE_S
+        while not self._server.flush() and not self._live and time.monotonic() < deadline:
+            time.sleep(_IDLE_STEP_S)
 
     def close(self) -> None:
         """Fail what is left and end SGLang's processes. Idempotent."""

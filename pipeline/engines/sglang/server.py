@@ -77,9 +77,9 @@ class Server:
         """Have SGLang drop it, repeated until its stream has ended."""
         self._post(self._abort(ticket))
 
-    def flush(self) -> None:
-        """Forget cached prefixes, where nothing runs; SGLang refuses otherwise. Waits for that."""
-        asyncio.run_coroutine_threadsafe(self._manager.flush_cache(), self._loop).result()
+    def flush(self) -> bool:
+        """Forget cached prefixes. False: something runs, or has just ended, and SGLang refuses. Waits for its word."""
+        return bool(asyncio.run_coroutine_threadsafe(self._manager.flush_cache(), self._loop).result().success)
 
     def close(self) -> None:
         """Kill SGLang's processes, which is how it ends, and the loop."""
