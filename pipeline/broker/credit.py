@@ -27,6 +27,7 @@ from pipeline.header import require_handoff_id, require_identity
 from pipeline.settings import BrokerSettings
 
 T = TypeVar("T")
+_HEALS = 10  # a server whose scripts are flushed may lose them again between two of our steps
 _BUDGET_KEYS = [
     keys.BUDGET_TOTAL,
     keys.BUDGET_WAITERS,
@@ -225,7 +226,9 @@ class Credit:
             return [self.link.reply() for _ in range(count)]
 
         replies = repeated(call)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
+        for _ in range(_HEALS):
+            if not any(isinstance(reply, NoScriptError) for reply in replies):
+                break
             for name in self._shas:
                 repeated(partial(self._client.script_load, source(name)))
             replies = repeated(call)
