@@ -181,6 +181,10 @@ class Ledger:
         found = [records.snapshot(i, values, records.SHOWN) for i, values in zip(handoff_ids, answers, strict=True)]
         return [records.trace(seen) for seen in found if seen is not None]
 
+    def ended(self, handoff_id: str) -> dict[str, Any] | None:
+        """The trace of a handoff that ended lately; None when it is live or forgotten."""
+        return next((trace for trace in self.recent(RECENT_KEPT) if trace["handoff_id"] == handoff_id), None)
+
     def recent(self, count: int) -> list[dict[str, Any]]:
         """Traces of handoffs that ended lately, newest first."""
         if count <= 0:

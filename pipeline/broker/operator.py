@@ -15,7 +15,7 @@ from pipeline.broker import keys, stream, tally
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import ServerInfo, server_info, translate
 from pipeline.broker.credit import BudgetGauges
-from pipeline.broker.ledger import RECENT_KEPT, Ledger
+from pipeline.broker.ledger import Ledger
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.tally import Tally
 from pipeline.handoff import State
@@ -69,8 +69,8 @@ class Operator:
         found = self._ledger.trace(handoff_id)
         if found is not None:
             return found | {"live": handoff_id in self._ledger.live()}
-        ended = (trace for trace in self._ledger.recent(RECENT_KEPT) if trace["handoff_id"] == handoff_id)
-        return next((trace | {"live": False} for trace in ended), None)
+        ended = self._ledger.ended(handoff_id)
+        return ended and ended | {"live": False}
 
     def cancel(self, handoff_id: str) -> State | None:
         """Ask for the end of a handoff. Returns the state that followed, None when nothing is known of it."""

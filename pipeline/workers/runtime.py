@@ -25,9 +25,10 @@ from pipeline.broker.connect import connect, connect_blocking, require_ready
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
-from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker
+from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
+from pipeline.broker.worker import ConcurrentWorker
 from pipeline.checkpoint import read_contract
 from pipeline.engines.base import Engine
 from pipeline.errors import BrokerError, StaleAttemptError
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 0.5
-_RECENT = 256  # ended handoffs among which a capture looks for its own
 _GAUGES = {"running": "running_requests"}  # an engine's gauge whose metric has another name
 _WARM_TOKENS = 80  # more than one page, so that export and import are warm too
 
@@ -111,8 +111,7 @@ def _blank(engine: Engine, request: Request) -> list[Page]:
 
 def _last_trace(ledger: Ledger, handoff_id: str) -> dict[str, Any] | None:
     """Of a live handoff, or of one that has ended and is remembered."""
-    recent = (trace for trace in ledger.recent(_RECENT) if trace["handoff_id"] == handoff_id)
-    return ledger.trace(handoff_id) or next(recent, None)
+    return ledger.trace(handoff_id) or ledger.ended(handoff_id)
 
 
 class Runtime:

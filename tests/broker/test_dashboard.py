@@ -21,7 +21,8 @@ web = pytest.importorskip("rq_dashboard.web", reason="the dashboard extra is not
 from pipeline.broker import queue  # noqa: E402
 from pipeline.broker.connect import connect  # noqa: E402
 from pipeline.broker.dashboard import create_app  # noqa: E402
-from pipeline.broker.queue import PREFILL_JOB, ConcurrentWorker, JobSpec  # noqa: E402
+from pipeline.broker.queue import PREFILL_JOB, JobSpec  # noqa: E402
+from pipeline.broker.worker import ConcurrentWorker  # noqa: E402
 from pipeline.errors import EngineError, HandoffCancelledError  # noqa: E402
 from pipeline.settings import BrokerSettings  # noqa: E402
 

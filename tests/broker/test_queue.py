@@ -24,8 +24,9 @@ from rq.worker import Worker
 from pipeline.broker import queue
 from pipeline.broker.connect import connect
 from pipeline.broker.job import JOBS, HandoffJob, open_queue, text
-from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, ConcurrentWorker, JobSpec
+from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.retention import STUCK_MS
+from pipeline.broker.worker import ConcurrentWorker
 from pipeline.errors import BrokerError, HandoffCancelledError
 from pipeline.settings import BrokerSettings
 

@@ -17,8 +17,9 @@ from werkzeug.serving import make_server
 
 from pipeline.broker import dashboard, queue
 from pipeline.broker.connect import connect
-from pipeline.broker.queue import PREFILL_JOB, ConcurrentWorker, JobSpec
+from pipeline.broker.queue import PREFILL_JOB, JobSpec
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.worker import ConcurrentWorker
 from pipeline.contract import Contract
 from pipeline.errors import EngineError
 from pipeline.settings import BrokerSettings

@@ -25,8 +25,8 @@ from pipeline import engines
 from pipeline.broker import keys, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.janitor import Janitor
-from pipeline.broker.queue import ConcurrentWorker
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.worker import ConcurrentWorker
 from pipeline.checkpoint import read_contract
 from pipeline.engines.base import Capabilities, Engine
 from pipeline.engines.reference import ReferenceEngine
