@@ -7,13 +7,13 @@ when it does, is the same and is here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from pipeline.contract import Contract
 from pipeline.engines.base import Check, wait_in_slices
 from pipeline.errors import CrossfillError, DeadlineError, EngineError, HandoffCancelledError
-from pipeline.page import Page, page_tokens
+from pipeline.page import Page, PageArray, page_tokens
 from pipeline.request import Request
 
 
@@ -63,12 +63,16 @@ class Ticket:
 
 
 class Unread:
-    """Which of a prompt's `pages` are still to be read, in any order and once each. Guarded by its owner's lock."""
+    """Which of a prompt's `pages` are still to be read, in any order and once each. Guarded by its owner's lock.
+
+    Those that a copy of another page took along wait here until they are taken, or passed over.
+    """
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
         self._next = 0  # pages before this one were read or skipped
         self._ahead: set[int] = set()  # read ahead of `_next`
+        self._copied: dict[int, PageArray] = {}
 
     @property
     def first(self) -> int:
@@ -89,6 +93,24 @@ class Unread:
         if index < self._next or index in self._ahead:
             raise EngineError(f"page {index} was read or skipped already")
 
+    @property
+    def copied(self) -> list[int]:
+        """Pages that were taken along and not taken yet, in order."""
+        return sorted(self._copied)
+
+    def keep(self, first: int, pages: Iterable[PageArray]) -> None:
+        """Pages from `first` on came along with a copy."""
+        self._copied.update(enumerate(pages, first))
+
+    def take(self, index: int) -> PageArray | None:
+        """The page, if an earlier copy took it along. A page that was read or skipped is gone: EngineError."""
+        self.require(index)
+        return self._copied.pop(index, None)
+
+    def drop(self) -> None:
+        """What was taken along will not be read."""
+        self._copied.clear()
+
     def read(self, index: int) -> None:
         self._ahead.add(index)
         self.skip_to(0)
@@ -98,6 +120,8 @@ class Unread:
         while self._next in self._ahead:
             self._next += 1
         self._ahead = {ahead for ahead in self._ahead if ahead > self._next}
+        for passed in [copied for copied in self._copied if copied < self._next]:
+            del self._copied[passed]
 
 
 def require_next(page: Page, wanted: int, pages: int, request: Request) -> None:

@@ -143,3 +143,19 @@ def test_draining_waits_for_a_running_copy_and_ends_waiting_calls() -> None:
     ticket._end_copy()
     draining.join()
     assert ticket.closed
+
+
+def test_what_a_copy_took_along_waits_until_it_is_taken_or_passed_over() -> None:
+    unread = Unread(6)
+    pages = [np.full((1, 2, 1, 64, 1), index, dtype=np.float16) for index in range(6)]
+    unread.keep(1, pages[1:5])
+    assert unread.copied == [1, 2, 3, 4]
+    assert unread.take(0) is None
+    assert unread.take(2) is pages[2]
+    assert unread.take(2) is None
+    unread.skip_to(4)
+    assert unread.copied == [4]
+    with pytest.raises(EngineError, match="page 3 was read or skipped already"):
+        unread.take(3)
+    unread.drop()
+    assert unread.copied == []

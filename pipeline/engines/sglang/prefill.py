@@ -23,7 +23,6 @@ class SglangPrefill(SglangTicket):
         self.pages = page_count(request.transfer_tokens)
         self.computed_tokens = 0  # prompt tokens that ran through the model; known at the end
         self._ready = 0
-        self._copied: dict[int, PageArray] = {}  # taken along with another page, not read yet
         self._unread = Unread(self.pages)
         self._first_token: int | None = None
         self._released = False
@@ -46,8 +45,7 @@ class SglangPrefill(SglangTicket):
         """The page, where an earlier copy took it along, else how many to copy; `_copy` must follow."""
         with self.changed:
             self._wait(lambda: index < self._ready)
-            self._unread.require(index)
-            if (data := self._copied.pop(index, None)) is not None:
+            if (data := self._unread.take(index)) is not None:
                 return data
             self._copying += 1
             return min(self._host.link.batch, self._ready - index)
@@ -55,8 +53,6 @@ class SglangPrefill(SglangTicket):
     def skip_to(self, index: int) -> None:
         with self.changed:
             self._unread.skip_to(index)
-            for passed in [one for one in self._copied if one < self._unread.first]:
-                del self._copied[passed]
         self._release()
         self._host.moved()
 
@@ -91,7 +87,7 @@ class SglangPrefill(SglangTicket):
         return self._released or self._closed
 
     def _copy(self, index: int, count: int) -> PageArray:
-        """Page `index`. The others of the copy are in `_copied` before it counts as ended."""
+        """Page `index`. The others of the copy are kept before it counts as ended."""
         try:
             pages = self._host.link.copy_out(self.room, index, count)
             if pages is None:
@@ -99,7 +95,7 @@ class SglangPrefill(SglangTicket):
                 raise EngineError(f"SGLang no longer holds page {index} of handoff {self.request.handoff_id}")
             first, *others = pages
             with self.changed:
-                self._copied.update(enumerate(others, index + 1))
+                self._unread.keep(index + 1, others)
         finally:
             self._end_copy()
         page: PageArray = first

@@ -42,7 +42,6 @@ class Export(VllmTicket):
         self.pages = page_count(request.transfer_tokens)
         self._marks: list[Mark] = []  # growing; pages are in `_blocks`
         self._blocks: list[int] = []
-        self._copied: dict[int, PageArray] = {}  # taken along with another page, not read yet
         self._unread = Unread(self.pages)
         self._computed: Fence | None = None  # set with the step that ends the prompt
         self._first_tokens: tuple[int, ...] = ()
@@ -72,8 +71,7 @@ class Export(VllmTicket):
         """The page, when an earlier copy took it along, else what to copy; `_copy` must follow."""
         with self.changed:
             self._wait(lambda: index < self._ready)
-            self._unread.require(index)
-            if (data := self._copied.pop(index, None)) is not None:
+            if (data := self._unread.take(index)) is not None:
                 return data
             # The step that completed the page, not the last one: that may still run.
             mark = next(mark for mark in self._marks if index < mark.ready)
@@ -81,11 +79,11 @@ class Export(VllmTicket):
             return Batch(copier, self._blocks[index : min(index + copier.batch, mark.ready)], mark.fence)
 
     def _copy(self, index: int, batch: Batch) -> PageArray:
-        """Page `index`. The batch's other pages are in `_copied` before the copy counts as ended."""
+        """Page `index`. The batch's other pages are kept before the copy counts as ended."""
         try:
             first, *others = batch.copier.read(batch.blocks, batch.after)
             with self.changed:
-                self._copied.update(enumerate(others, index + 1))
+                self._unread.keep(index + 1, others)
         finally:
             self._end_copy()
         page: PageArray = first
@@ -94,8 +92,6 @@ class Export(VllmTicket):
     def skip_to(self, index: int) -> None:
         with self.changed:
             self._unread.skip_to(index)
-            for passed in [one for one in self._copied if one < self._unread.first]:
-                del self._copied[passed]
         self._exchange.wake()  # blocks to free, or room for a prompt that was held back
 
     def wait_done(self, timeout_s: float) -> bool:
@@ -168,4 +164,4 @@ class Export(VllmTicket):
             self._marks = []
             self._blocks = []
             self.changed.wait_for(lambda: not self._copying)
-            self._copied.clear()
+            self._unread.drop()
