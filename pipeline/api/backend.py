@@ -43,7 +43,6 @@ class BrokerBackend:
     def __init__(self, settings: Settings, models: Iterable[Model] = ()) -> None:
         """`models` are all that are served here: a replica of one of them is never a faulty replica of another."""
         self._settings = settings
-        self._digests = {model.contract.digest for model in models}
         self._client = connect.connect(settings.broker.url)
         self._async_client = connect.connect_async(settings.broker.url)
         self._hub = TokenHub(self._async_client)
@@ -55,8 +54,9 @@ class BrokerBackend:
         self._clock = clock
         self.operator = Operator(self._client, settings, clock)
         self._owner = f"api-{uuid.uuid4().hex}"
-        self._router = Router(self._registry.list, settings.routing)
-        self._engines = {worker.engine for worker in settings.workers}  # configured, or once seen
+        engines = {worker.engine for worker in settings.workers}
+        digests = {model.contract.digest for model in models}
+        self._router = Router(self._registry.list, settings.routing, engines, digests)
         self._creating = 0  # submissions on their way; with the router's live ones all that are ours
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -106,8 +106,7 @@ class BrokerBackend:
             raise OverloadedError(f"{live} requests are being served, {limit} are the most: try again in a moment")
 
     async def require_ready(self, model: Model) -> None:
-        replicas = await to_thread.run_sync(self._registry.list)
-        candidates = [replica for replica in replicas if not self._serves_another(replica, model)]
+        candidates = await to_thread.run_sync(lambda: self._router.candidates(model, fresh=True))
         routing.choose(candidates, model.contract, 1, Wish())
 
     async def explain(self, model: Model, tokens: int) -> list[Mapping[str, object]]:
@@ -137,15 +136,10 @@ class BrokerBackend:
 
     def _create(self, request: Request, wish: Wish, model: Model) -> Chosen:
         self._require_room(self._ledger.count())
-        others = frozenset(self._digests - {model.contract.digest})
-        chosen = self._router.route(request, wish, model, frozenset(self._engines), others)
-        self._engines |= {replica.engine for replica in self._router.fleet()}
+        chosen = self._router.route(request, wish, model)
         request = _fitted(request, chosen.decoder)
         self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name, owner_ttl_s=_OWNER_TTL_S)
         return chosen
-
-    def _serves_another(self, replica: Replica, model: Model) -> bool:
-        return replica.contract.digest in self._digests - {model.contract.digest}
 
     def _status(self) -> dict[str, Any]:
         replicas = self._registry.list()
@@ -185,7 +179,7 @@ class BrokerSubmission:
 
     async def trace(self) -> dict[str, Any] | None:
         self._trace = await to_thread.run_sync(self._ledger.trace, self._id)
-        return self._trace and self._trace | {"routing": list(self._chosen.estimates)}
+        return self._trace and self._trace | {"routing": self._chosen.explain()}
 
     async def close(self) -> None:
         self._router.ended(self._chosen.route)
@@ -195,7 +189,8 @@ class BrokerSubmission:
     def _settle(self) -> None:
         """What has ended well teaches the router; then it is forgotten."""
         try:
-            if self._finished and (trace := self._trace or self._ledger.trace(self._id)):
+            wanted = self._finished and self._router.learns
+            if wanted and (trace := self._trace or self._ledger.trace(self._id)):
                 self._router.learn(self._chosen, trace)
         finally:
             self._ledger.forget(self._id)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline import cost, prefix, routing
@@ -35,16 +35,32 @@ class Chosen:
     route: Route
     decoder: Replica
     keys: Sequence[bytes] = ()  # content addresses of the prompt's whole pages
-    estimates: Sequence[Mapping[str, object]] = field(default=())
+    estimates: Sequence[Estimate] = ()  # what was compared, the chosen way among it; empty where nothing was
+
+    def explain(self) -> list[Mapping[str, object]]:
+        """For people: the chosen way first."""
+        way = Way(self.route.prefill_engine, self.route.decode_replica)
+        best = next((estimate for estimate in self.estimates if estimate.way == way), None)
+        return cost.explain(self.estimates, best) if best else []
 
 
 class Router:
     """`route` a prompt, tell of its `began` and `ended`, and `learn` from its trace."""
 
-    def __init__(self, read: Callable[[], list[Replica]], settings: RoutingSettings) -> None:
-        """`read` asks the registry. Raises what it raises."""
+    def __init__(
+        self,
+        read: Callable[[], list[Replica]],
+        settings: RoutingSettings,
+        engines: Collection[str] = (),
+        digests: Collection[str] = (),
+    ) -> None:
+        """`read` asks the registry, and what it raises comes out. `engines` are known before they were ever seen;
+        `digests` those of every contract served here: a replica of one of them is no faulty replica of another."""
         self._read = read
-        self._settings = settings
+        self._learns = settings.policy == "cost"
+        self._engines = set(engines)
+        self._digests = frozenset(digests)
+        self._alive: set[str] = set()  # processes of the last reading
         self._costs = CostModel()
         self._affinity = Affinity()
         self._pending: Counter[str] = Counter()  # decode replica -> handoffs of ours that have not ended
@@ -59,20 +75,31 @@ class Router:
             found = self._read()
             with self._lock:
                 self._fleet, self._read_at = found, now
-                self._affinity.forget({_holder(replica) for replica in found})
+                self._engines |= {replica.engine for replica in found}
+                if (alive := {_holder(replica) for replica in found}) != self._alive:
+                    self._alive = alive
+                    self._affinity.forget(alive)
         return self._fleet
 
-    def route(
-        self, request: Request, wish: Wish, model: Model, known: frozenset[str], others: frozenset[str]
-    ) -> Chosen:
-        """`others` are digests of contracts that other models here are served with. Raises what `routing.choose` does.
+    def candidates(self, model: Model, *, fresh: bool = False) -> list[Replica]:
+        """The fleet without the replicas of other models that are served here. Raises BrokerError."""
+        others = self._digests - {model.contract.digest}
+        return [replica for replica in self.fleet(fresh=fresh) if replica.contract.digest not in others]
+
+    def route(self, request: Request, wish: Wish, model: Model) -> Chosen:
+        """Raises what `routing.choose` does.
 
         What a reading of a moment ago refuses may have registered since: it is asked once more.
         """
         try:
-            return self._route(self.fleet(), request, wish, model, known, others)
+            return self._route(self.candidates(model), request, wish, model)
         except CrossfillError:
-            return self._route(self.fleet(fresh=True), request, wish, model, known, others)
+            return self._route(self.candidates(model, fresh=True), request, wish, model)
+
+    @property
+    def learns(self) -> bool:
+        """Whether traces are of any use here."""
+        return self._learns
 
     @property
     def live(self) -> int:
@@ -106,23 +133,12 @@ class Router:
         best = min(known or estimates, key=lambda e: e.total_ms, default=None)
         return cost.explain(estimates, best) if best else []
 
-    def _route(
-        self,
-        fleet: list[Replica],
-        request: Request,
-        wish: Wish,
-        model: Model,
-        known: frozenset[str],
-        others: frozenset[str],
-    ) -> Chosen:
-        fleet = [replica for replica in fleet if replica.contract.digest not in others]
-        tokens, needs = len(request.token_ids), request.sampling.needs
-        known |= {replica.engine for replica in fleet}
-        pending = self._pending
-        route = routing.choose(fleet, model.contract, tokens, wish, known=known, pending=pending, needs=needs)
+    def _route(self, fleet: list[Replica], request: Request, wish: Wish, model: Model) -> Chosen:
+        tokens, needs, pending = len(request.token_ids), request.sampling.needs, self._pending
+        route = routing.choose(fleet, model.contract, tokens, wish, known=self._engines, pending=pending, needs=needs)
         replicas = {replica.name: replica for replica in fleet}
-        keys = _keys(request, model)
-        if self._settings.policy != "cost" or wish.local or wish.prefill:
+        keys = _keys(request, model) if self._learns else ()
+        if not self._learns or wish.local or wish.prefill:
             return Chosen(route, replicas[route.decode_replica], keys)
         with self._lock:
             holders = [r.name for r in fleet if self._affinity.held_tokens(_holder(r), keys)]
@@ -130,7 +146,7 @@ class Router:
             estimates = self._estimates(found, fleet, model, tokens, keys)
             best = self._costs.choose(estimates)
         route = found[estimates.index(best)]
-        return Chosen(route, replicas[route.decode_replica], keys, cost.explain(estimates, best))
+        return Chosen(route, replicas[route.decode_replica], keys, estimates)
 
     def _estimates(
         self, found: Sequence[Route], fleet: Sequence[Replica], model: Model, tokens: int, keys: Sequence[bytes]

@@ -48,7 +48,7 @@ def _router(*replicas: Replica, policy: Any = "cost") -> Router:
 def _route(router: Router, tokens: int | list[int] = 640, wish: Wish | None = None, salt: str = "") -> Chosen:
     ids = tuple(range(tokens)) if isinstance(tokens, int) else tuple(tokens)
     request = Request("0" * 32, ids, Sampling(max_tokens=4), salt=salt)
-    return router.route(request, wish or Wish(), MODEL, frozenset(), frozenset())
+    return router.route(request, wish or Wish(), MODEL)
 
 
 def _trace(chosen: Chosen, prefill_ms: float, exposed_ms: float, held: int = 0, **more: Any) -> dict[str, Any]:
