@@ -16,17 +16,16 @@ COLOURS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("handoffs", help="show live and recent handoffs")
-    view.add_flags(command)
+    command = view.add_look(
+        commands,
+        "handoffs",
+        "show live and recent handoffs",
+        lambda operator, options: look(operator, options.recent),
+        table,
+    )
     command.add_argument(
         "--recent", type=int, default=RECENT, metavar="N", help="ended ones shown (default %(default)s)"
     )
-    command.set_defaults(handler=run)
-
-
-def run(options: argparse.Namespace) -> None:
-    with view.operator(options) as operator:
-        view.show(options, lambda: look(operator, options.recent), table)
 
 
 def look(operator: Operator, recent: int = RECENT) -> Rows:

@@ -16,14 +16,9 @@ STATES = ("queued", "started", "finished", "failed", "cancelled")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("queues", help="show the jobs of every queue by where they are")
-    view.add_flags(command)
-    command.set_defaults(handler=run)
-
-
-def run(options: argparse.Namespace) -> None:
-    with view.operator(options) as operator:
-        view.show(options, lambda: look(operator), table)
+    view.add_look(
+        commands, "queues", "show the jobs of every queue by where they are", lambda operator, _: look(operator), table
+    )
 
 
 def look(operator: Operator) -> Rows:

@@ -16,14 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("replicas", help="show the replicas that are alive")
-    view.add_flags(command)
-    command.set_defaults(handler=run)
-
-
-def run(options: argparse.Namespace) -> None:
-    with view.operator(options) as operator:
-        view.show(options, lambda: look(operator), table)
+    view.add_look(commands, "replicas", "show the replicas that are alive", lambda operator, _: look(operator), table)
 
 
 def look(operator: Operator) -> Rows:

@@ -47,6 +47,7 @@ class _Past:
     started: float
     restarts: int = 0
     due: float | None = None
+    given_up: bool = False
 
 
 class Supervisor(Generic[P]):
@@ -78,14 +79,14 @@ class Supervisor(Generic[P]):
 
     def _plan(self, each: P, past: _Past, now: float) -> None:
         """It has just ended."""
-        if past.restarts < 0:
+        if past.given_up:
             return
         self._say(each.epitaph())
         if now - past.started >= STEADY_S:
             past.restarts = 0
         if past.restarts == ATTEMPTS:
             self._say(f"{each.name} ended {ATTEMPTS + 1} times in a row and is given up: see its log, then start anew")
-            past.restarts = -1
+            past.given_up = True
             if each.name != API:
                 self._processes.bury(each)
             return

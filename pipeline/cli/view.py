@@ -43,6 +43,25 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_look(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    look: Callable[[Operator, argparse.Namespace], T],
+    draw: Callable[[T], RenderableType],
+) -> argparse.ArgumentParser:
+    """A command that looks and draws; further arguments may be added to it."""
+
+    def run(options: argparse.Namespace) -> None:
+        with operator(options) as found:
+            show(options, lambda: look(found, options), draw)
+
+    command = commands.add_parser(name, help=summary)
+    add_flags(command)
+    command.set_defaults(handler=run)
+    return command
+
+
 def settings(options: argparse.Namespace) -> Settings:
     """Of file, environment and flags. Where none names a broker, that of a `crossfill up` in this directory counts."""
     flags: Tree = {"broker": {"url": options.broker}} if options.broker else {}
