@@ -144,9 +144,19 @@ class Router:
             holders = [r.name for r in fleet if self._affinity.held_tokens(_holder(r), keys)]
             found = routing.ways(fleet, model.contract, tokens, wish, pending=pending, needs=needs, prefer=holders)
             estimates = self._estimates(found, fleet, model, tokens, keys)
-            best = self._costs.choose(estimates)
+            best = self._costs.choose(self._whole(estimates, replicas, tokens, keys) or estimates)
         route = found[estimates.index(best)]
         return Chosen(route, replicas[route.decode_replica], keys, estimates)
+
+    def _whole(
+        self, estimates: Sequence[Estimate], replicas: Mapping[str, Replica], tokens: int, keys: Sequence[bytes]
+    ) -> list[Estimate]:
+        """Ways without a prefill job where D holds every whole page before the last token, which it computes anyway:
+        less than a page is left, and no other way can be faster."""
+        needed = (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+        local = [estimate for estimate in estimates if estimate.way.prefill is None]
+        holds = (self._affinity.held_tokens(_holder(replicas[e.way.decode]), keys) for e in local)
+        return [e for e, held in zip(local, holds, strict=True) if needed and held >= needed]
 
     def _estimates(
         self, found: Sequence[Route], fleet: Sequence[Replica], model: Model, tokens: int, keys: Sequence[bytes]

@@ -17,8 +17,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from pipeline.capture import Capture
-from pipeline.contract import Contract
-from pipeline.engines.base import Admission, Capabilities, Check, Engine, EngineStats, Prefill, TokenStep
+from pipeline.engines.base import Admission, Check, Engine, TokenStep
 from pipeline.errors import CrossfillError
 from pipeline.handoff import TERMINAL, State
 from pipeline.logprob import TokenLogprob
@@ -26,6 +25,7 @@ from pipeline.page import Page, page_count
 from pipeline.request import Request
 from pipeline.settings import CaptureSettings
 from pipeline.stages.archive import Archive, Draft
+from pipeline.stages.wrapped import WrappedAdmission, WrappedEngine
 
 _log = logging.getLogger(__name__)
 _END_S = 20.0  # how long the archive waits for a handoff to end after D has let go of it
@@ -114,61 +114,32 @@ class Sample:
         self.finish = step.finish
 
 
-class RecordedEngine:
-    """Implements `engines.base.Engine` over another one."""
+class RecordedEngine(WrappedEngine):
+    """An engine whose admissions are recorded."""
 
     def __init__(self, engine: Engine, recorder: Recorder) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._recorder = recorder
         self._versions = versions()
-
-    @property
-    def name(self) -> str:
-        return self._engine.name
-
-    @property
-    def contract(self) -> Contract:
-        return self._engine.contract
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
-
-    @property
-    def failure(self) -> CrossfillError | None:
-        return self._engine.failure
-
-    def prefill(self, request: Request) -> Prefill:
-        return self._engine.prefill(request)
 
     def admit(
         self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
     ) -> RecordedAdmission:
-        admission = self._engine.admit(request, local=local, timeout_s=timeout_s, check=check)
+        admission = super().admit(request, local=local, timeout_s=timeout_s, check=check)
         return RecordedAdmission(admission, request, self._engine, self._recorder, self._versions)
 
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
 
-    def reset_prefix_cache(self) -> None:
-        self._engine.reset_prefix_cache()
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-class RecordedAdmission:
-    """Implements `engines.base.Admission` over another one. What it hears is kept until `close`, which captures it."""
+class RecordedAdmission(WrappedAdmission):
+    """What it hears is kept until `close`, which captures it."""
 
     def __init__(
         self, admission: Admission, request: Request, engine: Engine, recorder: Recorder, versions: dict[str, str]
     ) -> None:
-        self._inner = admission
+        super().__init__(admission)
         self._request = request
         self._engine = engine
         self._recorder = recorder
         self._versions = versions
-        self._held_pages = admission.held_pages
         self._first_tokens: tuple[int, ...] = ()
         self._samples = [Sample() for _ in range(request.sampling.n)]
         self._error: str | None = None
@@ -178,27 +149,17 @@ class RecordedAdmission:
         if self._kept:
             admission.keep_pages()
 
-    @property
-    def held_pages(self) -> int:
-        return self._held_pages
-
     def import_page(self, page: Page) -> None:
         with self._noting():
-            self._inner.import_page(page)
+            super().import_page(page)
 
     def decode(
         self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
     ) -> Iterator[TokenStep]:
         self._first_tokens = tuple(first_tokens)
         with self._noting():
-            steps = self._inner.decode(first_tokens, first_logprobs)
+            steps = super().decode(first_tokens, first_logprobs)
         return self._heard(steps)
-
-    def keep_pages(self) -> None:
-        self._inner.keep_pages()
-
-    def export_pages(self) -> Iterator[Page]:
-        return self._inner.export_pages()
 
     def close(self) -> None:
         with self._lock:
@@ -208,7 +169,7 @@ class RecordedAdmission:
                     self._capture()
                 except Exception:  # a capture that fails must not keep the engine's memory
                     _log.exception("handoff %s is not captured", self._request.handoff_id)
-        self._inner.close()
+        super().close()
 
     def _heard(self, steps: Iterator[TokenStep]) -> Iterator[TokenStep]:
         with self._noting():

@@ -38,6 +38,7 @@ from pipeline.request import Request, Sampling
 from pipeline.settings import Settings, WorkerSettings
 from pipeline.stages import decode, prefill
 from pipeline.stages.archive import Archive
+from pipeline.stages.crowd import Crowd, CrowdEngine
 from pipeline.stages.drain import Services
 from pipeline.stages.observe import Observer
 from pipeline.stages.recording import RecordedEngine, Recorder
@@ -205,6 +206,7 @@ class Runtime:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _make_takers(self) -> dict[str, ConcurrentWorker]:
+        together = CrowdEngine(self._engine, Crowd())
         roles: dict[str, tuple[str, str, Callable[[str], dict[str, Any]]]] = {
             "prefill": (
                 keys.prefill_queue(self._worker.engine, self._engine.contract.digest),
@@ -214,7 +216,7 @@ class Runtime:
             "decode": (
                 keys.decode_queue(self._worker.name),
                 DECODE_JOB,
-                partial(decode.run, self._services, RecordedEngine(self._engine, self._recorder)),
+                partial(decode.run, self._services, RecordedEngine(together, self._recorder)),
             ),
         }
         wanted = roles if self._worker.role == "both" else {self._worker.role: roles[self._worker.role]}

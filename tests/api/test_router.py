@@ -118,6 +118,21 @@ def test_a_decoder_that_holds_the_prompt_computes_the_rest_itself() -> None:
     assert str(_route(router, 641, salt="chat").route) == "local:mlx"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "way"), [(640, "local:mlx"), (641, "local:mlx"), (704, "local:mlx"), (705, "vllm->mlx")]
+)
+def test_where_d_holds_every_page_no_prefill_job_is_made(tokens: int, way: str) -> None:
+    """Not even where all that is known of D says that it computes slowly. 705 tokens have a page that it lacks."""
+    router = _router(BOX, MAC)
+    _play(router, 3, remote=(1.0, 1.0), local=9000.0)
+    chosen = _route(router, salt="chat")
+    router.learn(chosen, _trace(chosen, 1.0, 1.0))
+    again = _route(router, tokens, salt="chat")
+    assert str(again.route) == way
+    assert (again.route.prefill_queue is None) is way.startswith("local")
+    assert str(_route(router, tokens, salt="chat", wish=Wish("vllm", "mlx")).route) == "vllm->mlx"
+
+
 def test_another_process_of_the_same_name_holds_nothing() -> None:
     fleet = Fleet(BOX, MAC)
     router = Router(fleet.read, RoutingSettings())
@@ -133,8 +148,8 @@ def test_another_process_of_the_same_name_holds_nothing() -> None:
 @pytest.mark.parametrize("spoiled", [{"resent": 1}, {"taken_over": 1}, {"recomputed": "aborted"}, {"marks_ms": {}}])
 def test_what_went_another_way_teaches_nothing(spoiled: dict[str, Any]) -> None:
     router = _router(BOX, MAC)
-    for _ in range(3):
-        chosen = _route(router)
+    for salt in range(3):
+        chosen = _route(router, salt=str(salt))
         assert str(chosen.route) == "vllm->mlx"
         router.learn(chosen, _trace(chosen, 1.0, 1.0) | spoiled)
 
