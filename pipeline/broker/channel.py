@@ -14,18 +14,23 @@ import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import msgspec
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from pipeline import logprob
 from pipeline.broker import keys
+from pipeline.broker.connect import HEALTH_CHECK_S
+from pipeline.broker.push import PushParser
 from pipeline.errors import BrokerError, CrossfillError, PeerError
 from pipeline.logprob import TokenLogprob
 
-_HEAL_S = 0.5  # silence after which a reader looks into the log by itself
+_HEAL_S = 0.5  # a reader that heard nothing between two ticks of this looks into the log by itself
+_MOST_PATIENT = 4  # ticks: nothing is lost as a rule, and two commands of every waiting stream add up
+_READ_BYTES = 1 << 16
 _RECONNECT_S = 0.2
 _CONFIRM_S = 2.0  # a submit is refused after this when the broker is silent
 _PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
@@ -49,8 +54,7 @@ class ErrorInfo:
         return cls("internal_error", f"{type(error).__name__}: {error}", False, 500)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
+class TokenEntry(msgspec.Struct, frozen=True):
     """Tokens of one engine step for one `sample`. `seq` counts the tokens of all samples before it.
 
     `finish` is the sample's; `more` beside it: other samples go on. The last entry has `error`, or `finish` alone.
@@ -86,30 +90,74 @@ class TokenEntry:
         return json.dumps({name: value for name, value in fields.items() if value is not None}, separators=(",", ":"))
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Wire(msgspec.Struct):
+    """What `TokenEntry.encode` writes."""
+
+    seq: Count
+    token_ids: tuple[Count, ...]
+    finish: str | None = None
+    error: ErrorInfo | None = None
+    held_tokens: Count | None = None
+    sample: Count = 0
+    logprobs: list[list[int | float]] | None = None
+    more: bool = False
+
+
+_DECODER = msgspec.json.Decoder(_Wire)
+
+
 def decode(text: bytes | str) -> TokenEntry:
     """Raises PeerError when `text` is not an entry: whoever may write to the broker could have put anything there."""
     try:
-        entry = _entry(json.loads(text))
-        numbers = (entry.seq, entry.sample, *entry.token_ids)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("its numbers are none")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raw = _DECODER.decode(text)
+        logprobs = None if raw.logprobs is None else logprob.decode(raw.logprobs)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise PeerError(f"an entry of the token log is not readable: {type(error).__name__}: {error}") from None
-    return entry
+    return TokenEntry(raw.seq, raw.token_ids, raw.finish, raw.error, raw.held_tokens, raw.sample, logprobs, raw.more)
 
 
-def _entry(raw: dict[str, Any]) -> TokenEntry:
-    error, logprobs = raw.get("error"), raw.get("logprobs")
-    return TokenEntry(
-        seq=raw["seq"],
-        token_ids=tuple(raw["token_ids"]),
-        finish=raw.get("finish"),
-        error=ErrorInfo(**error) if error else None,
-        held_tokens=raw.get("held_tokens"),
-        sample=raw.get("sample", 0),
-        logprobs=None if logprobs is None else logprob.decode(logprobs),
-        more=raw.get("more", False),
-    )
+Published = tuple[int, bytes]  # index in the log, entry
+
+
+class Inbox:
+    """What was published for one reader and not yet taken. Unbounded: an answer has a bounded number of tokens."""
+
+    def __init__(self) -> None:
+        self._published: list[Published] = []
+        self._event = asyncio.Event()
+        self._silent = 0  # ticks since something was taken
+        self._patience = 1  # and how many of them wake nobody
+
+    def put(self, published: Published) -> None:
+        self._published.append(published)
+        self._patience = 1
+        self._event.set()
+
+    def wake(self) -> None:
+        """Let the reader look for itself."""
+        self._event.set()
+
+    def hurry(self) -> None:
+        """Be woken by the next silence as by the first."""
+        self._patience = 1
+
+    def tick(self) -> None:
+        """Silence wakes the reader: after a tick or two at first, later less often."""
+        self._silent += 1
+        if self._silent > self._patience:
+            self._patience = min(2 * self._patience, _MOST_PATIENT)
+            self._event.set()
+
+    async def take(self) -> list[Published]:
+        """All there is, in the order of its coming; nothing after a silence."""
+        await self._event.wait()
+        self._event.clear()
+        self._silent = 0
+        taken, self._published = self._published, []
+        return taken
 
 
 class TokenHub:
@@ -118,26 +166,24 @@ class TokenHub:
     def __init__(self, client: AsyncRedis) -> None:
         self._client = client
         self._pubsub: PubSub | None = None  # the living subscription; only the pump makes and ends one
-        self._inboxes: dict[str, asyncio.Queue[tuple[int, bytes]]] = {}
-        self._subscribed: dict[str, asyncio.Event] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._inboxes: dict[bytes, Inbox] = {}
+        self._subscribed: dict[bytes, asyncio.Event] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._pump())
+        self._tasks = [asyncio.create_task(step) for step in (self._pump(), self._tick())]
 
     async def close(self) -> None:
         self._closing = True
-        if self._task:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def open(self, handoff_id: str) -> asyncio.Queue[tuple[int, bytes]]:
+    async def open(self, handoff_id: str) -> Inbox:
         """Subscribe; returns once the server has confirmed it. Raises BrokerError."""
-        channel = keys.HandoffKeys(handoff_id).notify
-        inbox: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
-        self._inboxes[channel] = inbox
+        channel = keys.HandoffKeys(handoff_id).notify.encode()
+        inbox = self._inboxes[channel] = Inbox()
         ready = self._subscribed[channel] = asyncio.Event()
         try:
             async with asyncio.timeout(_CONFIRM_S):
@@ -154,7 +200,7 @@ class TokenHub:
         return inbox
 
     async def drop(self, handoff_id: str) -> None:
-        channel = keys.HandoffKeys(handoff_id).notify
+        channel = keys.HandoffKeys(handoff_id).notify.encode()
         self._inboxes.pop(channel, None)
         await self._tell("UNSUBSCRIBE", channel)
 
@@ -173,7 +219,7 @@ class TokenHub:
         except (RedisError, OSError) as error:
             raise BrokerError(f"cannot read the ledger: {error}") from error
 
-    async def _tell(self, command: str, channel: str) -> None:
+    async def _tell(self, command: str, channel: bytes) -> None:
         """Send it on the living subscription. Without one nothing is sent: the next one begins with every inbox.
 
         Past redis-py's own way, which connects anew where a connection is broken: beside the pump, which does so too,
@@ -195,26 +241,47 @@ class TokenHub:
 
     async def _listen(self) -> None:
         async with self._client.pubsub() as pubsub:
-            told = {f"{keys.PREFIX}:hub", *self._inboxes}  # the first is there when no other is
+            told = {f"{keys.PREFIX}:hub".encode(), *self._inboxes}  # the first is there when no other is
             await pubsub.subscribe(*told)
             self._pubsub = pubsub
             try:
                 for channel in self._inboxes.keys() - told:  # opened while we subscribed
                     await self._tell("SUBSCRIBE", channel)
-                while not self._closing:
-                    message = await pubsub.get_message(timeout=1.0)
-                    if message is not None:
-                        self._dispatch(message["type"], message["channel"].decode(), message["data"])
+                await self._read(pubsub.connection)
             finally:
                 self._pubsub = None
 
-    def _dispatch(self, kind: str, channel: str, data: bytes) -> None:
-        if kind == "subscribe" and channel in self._subscribed:
+    async def _read(self, connection: Any) -> None:
+        """Past redis-py's own reader, which is never begun on this connection: see `push`."""
+        parser = PushParser()
+        while not self._closing:
+            data: bytes = await connection._reader.read(_READ_BYTES)
+            if not data:
+                raise BrokerError("the broker closed the connection")
+            for kind, channel, *rest in (items for items in parser.feed(data) if len(items) == 3):
+                self._dispatch(kind, channel, *rest)
+
+    def _dispatch(self, kind: bytes, channel: bytes, data: bytes) -> None:
+        if kind == b"subscribe" and channel in self._subscribed:
             self._subscribed[channel].set()
-        elif kind == "message" and channel in self._inboxes:
+        elif kind == b"subscribe" and channel in self._inboxes:  # anew: what was published meanwhile is in the log
+            self._inboxes[channel].wake()
+        elif kind == b"message" and channel in self._inboxes:
             index, _, entry = data.partition(b" ")
             if index.isdigit():  # nobody else's message may end the reading of all
-                self._inboxes[channel].put_nowait((int(index), entry))
+                self._inboxes[channel].put((int(index), entry))
+
+    async def _tick(self) -> None:
+        """Wake the readers that have heard nothing, and keep an idle connection in use: one timer for all of them."""
+        loop = asyncio.get_running_loop()
+        ping_s = loop.time() + HEALTH_CHECK_S
+        while True:
+            await asyncio.sleep(_HEAL_S)
+            for inbox in self._inboxes.values():
+                inbox.tick()
+            if loop.time() >= ping_s:
+                ping_s = loop.time() + HEALTH_CHECK_S
+                await self._tell("PING", b"hub")
 
 
 class TokenReader:
@@ -246,14 +313,16 @@ class TokenReader:
                     return
 
     async def _wait(self) -> list[bytes]:
-        try:
-            async with asyncio.timeout(_HEAL_S):
-                index, entry = await self._inbox.get()
-        except TimeoutError:
+        """Entries that follow what was read, at once where they are there; none where all of it was known."""
+        if not (published := await self._inbox.take()):
             return await self._heal()
-        if index < self._next:
-            return []
-        return [entry] if index == self._next else await self._heal()
+        fresh: list[bytes] = []
+        for index, entry in published:
+            if index > self._next + len(fresh):
+                return await self._heal()
+            if index == self._next + len(fresh):
+                fresh.append(entry)
+        return fresh
 
     async def _heal(self) -> list[bytes]:
         """A gap, or silence for a while: read the log. A handoff gone from the ledger will say nothing more.
@@ -268,6 +337,7 @@ class TokenReader:
             self._away_s = min(self._away_s, began_s)
             if asyncio.get_running_loop().time() - self._away_s >= _PATIENCE_S:
                 raise
+            self._inbox.hurry()
             return []
         self._away_s = math.inf
         if self._missing >= _GONE:

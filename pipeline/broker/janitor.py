@@ -6,7 +6,7 @@ RQ cannot be the failure detector of a latency system (its heartbeats are minute
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from redis.exceptions import OutOfMemoryError
 
 from pipeline import routing
 from pipeline.broker import keys, queue, stream
+from pipeline.broker import record as records
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
@@ -29,6 +30,7 @@ from pipeline.settings import Settings
 
 _log = logging.getLogger(__name__)
 TURN_MS = 800  # less than the pause between two sweeps of one process, which alone must not miss its own turn
+_AT_ONCE = 256  # records read in one round trip
 _GRACE_MS = 1000.0  # a release between two round trips is not an orphan
 _OVER = TERMINAL | {State.CANCELLING, State.DRAINING}
 
@@ -74,7 +76,7 @@ class Janitor:
     def sweep(self) -> int:
         """Look at every live handoff and every lease once; returns how many handoffs it had to touch."""
         served = cache(self._serving)  # asked once at most, and only where a prompt waits
-        touched = sum(self._tend(handoff_id, served) for handoff_id in self.ledger.live())
+        touched = sum(self._tend(handoff_id, served) for handoff_id in self._suspects(self.ledger.live()))
         stream.reap(self.pages)
         self._forget_replicas()
         return touched
@@ -89,6 +91,51 @@ class Janitor:
         stopping = frozenset(replica.name for replica in replicas if replica.load.get("stopping"))
         staying = [replica for replica in replicas if replica.name not in stopping]
         return Serving(frozenset(name for replica in staying for name in routing.queues(replica)), stopping)
+
+    def _suspects(self, handoff_ids: Sequence[str]) -> Iterator[str]:
+        """Those worth a look of their own, a few round trips each; most are well, which one round trip tells of many.
+
+        Nothing is done upon these readings: what they miss, the next sweep finds.
+        """
+        lives, owned = cache(self._lives), cache(self._owned)
+        for start in range(0, len(handoff_ids), _AT_ONCE):
+            part = handoff_ids[start : start + _AT_ONCE]
+            for handoff_id, values in zip(part, self._peek(part), strict=True):
+                if not self._is_well(handoff_id, values, lives, owned):
+                    yield handoff_id
+
+    def _peek(self, handoff_ids: Sequence[str]) -> list[list[bytes | None]]:
+        """The small fields of several records, in one round trip."""
+        with translate(), self.client.pipeline(transaction=False) as pipe:
+            for handoff_id in handoff_ids:
+                pipe.hmget(keys.HandoffKeys(handoff_id).record, records.SMALL)
+            return list(pipe.execute())
+
+    def _owned(self, owner: str) -> bool:
+        with translate():
+            return bool(self.client.exists(keys.owner(owner)))
+
+    def _is_well(
+        self,
+        handoff_id: str,
+        values: list[bytes | None],
+        lives: Callable[[str], bool],
+        owned: Callable[[str], bool],
+    ) -> bool:
+        """D has begun, nobody is waited for any more, and whoever takes part lives: all that `_settle` looks for."""
+        try:
+            seen = records.snapshot(handoff_id, values)
+            return (
+                seen is not None
+                and seen.state not in _OVER
+                and all(map(seen.begun, _begins(seen)))
+                and seen.worker("decode") is not None
+                and all(lives(worker) for role in ROLES if (worker := seen.worker(role)))
+                and owned(seen.fields["owner"])
+                and self._late(seen) is None
+            )
+        except (KeyError, TypeError, ValueError):  # not readable: `_tend` says so
+            return False
 
     def _tend(self, handoff_id: str, served: Callable[[], Serving]) -> bool:
         """One record that cannot be read (a newer version's, say) must not keep all others waiting: its TTL ends it."""
@@ -205,6 +252,11 @@ class Janitor:
             return False
         self.ledger.release(seen.handoff_id)
         return True
+
+
+def _begins(seen: Snapshot) -> tuple[Role, ...]:
+    """Whose jobs must have been begun before nothing waits."""
+    return ROLES if seen.route["prefill_queue"] else ("decode",)
 
 
 def _told(error: CrossfillError, worker: str | None) -> CrossfillError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from pipeline.api.app import create_app
@@ -130,7 +131,7 @@ def samples(ids: Ids, *texts: str) -> list[Step]:
                 entries.append(TokenEntry(len(entries), (token_id,), finish, sample=sample, more=any(left)))
     last = entries[-1]
     assert isinstance(last, TokenEntry)
-    entries[-1] = replace(last, held_tokens=4)
+    entries[-1] = structs.replace(last, held_tokens=4)
     return entries
 
 

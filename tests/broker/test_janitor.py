@@ -423,12 +423,30 @@ def test_many_janitors_at_once_end_a_handoff_once(scene: Scene) -> None:
     assert scene.told(late) == [DeadlineError.code]
 
 
+def test_one_more_that_is_well_costs_one_more_command(scene: Scene) -> None:
+    """In one round trip with its likes: sweeps must not grow into a load of their own."""
+
+    def commands() -> int:
+        def sofar() -> int:
+            return int(scene.client.info("stats")["total_commands_processed"])
+
+        before = sofar()
+        assert scene.janitor.sweep() == 0
+        return sofar() - before
+
+    scene.accepted()
+    one = commands()
+    for _ in range(20):
+        scene.accepted()
+    assert commands() == one + 20
+
+
 # -- turns
 
 
 def test_of_many_janitors_one_sweeps_in_a_moment(scene: Scene) -> None:
     lost = scene.create(owner="dead")
-    others = [Scene(scene.client).janitor for _ in range(3)]
+    others = [replace(scene.janitor, registry=Registry(scene.client)) for _ in range(3)]
     assert [janitor.sweep_in_turn() for janitor in (scene.janitor, *others)] == [1, 0, 0, 0]
     assert scene.seen(lost).state is State.CANCELLED
     second = scene.create(owner="dead")
