@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help site env env-vllm env-sglang env-clients models demo up test pairs check format docs chaos fuzz clients bench clean
+.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz clients bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ env-sglang: ## .venv-sglang: SGLang (CUDA where there is an NVIDIA GPU, else for
 
 env-clients: ## .venv-clients: the libraries and tools that people ask the API with
 	@$(PYTHON) ops/environment.py clients
+
+env-bench: ## .venv-bench: what `make bench ARGS=stream` compares with (xoscar, LMCache's Redis client)
+	@$(PYTHON) ops/environment.py bench
 
 models: env ## models/: the sample checkpoint and three tiny ones
 	@$(RUN) model smollm2
@@ -67,5 +70,5 @@ bench: env env-vllm models ## benchmarks (ARGS names one)
 	@$(VENV)/python -m bench $(ARGS)
 
 clean: ## remove everything that was built; checkpoints in models/ too
-	rm -rf .venv .venv-vllm .venv-sglang .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-bench .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

