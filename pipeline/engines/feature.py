@@ -14,6 +14,6 @@ SUPPORTED: dict[str, frozenset[str]] = {
     "reference": _ALL,
     "mlx": _ALL,
     "vllm": _ALL,
-    "sglang prefill": frozenset(),
-    "sglang decode": frozenset(),
+    "sglang prefill": _ALL,
+    "sglang decode": _ALL,
 }

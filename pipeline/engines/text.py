@@ -78,6 +78,9 @@ class Text:
         ends = matcher.eos_token_ids if matcher else ()  # a text that matches whole must end, whatever was asked for
         self.stops = frozenset((*sampling.stop_token_ids, *ends))
         self._counts: Counter[int] = Counter()
+        repeats = sampling.repetition_penalty != 1
+        self._seen = set(prompt) if repeats else None
+        self._repeated: Ids = np.unique(np.array(prompt, np.int64)) if repeats else _NONE
         biased = {token: bias for token, bias in sampling.logit_bias if 0 <= token < vocab_size}
         self._biased: Ids = np.fromiter(biased, np.int64, len(biased))
         self._bias: Values = np.fromiter(biased.values(), np.float32, len(biased))
@@ -98,11 +101,10 @@ class Text:
         if not self.changes:
             return None
         allowed = self._allowed()
-        repeats = self.sampling.repetition_penalty != 1
         return Change(
             biased=self._biased,
             bias=self._bias,
-            repeated=np.unique(np.array([*self.prompt, *self.tokens], np.int64)) if repeats else _NONE,
+            repeated=self._repeated,
             repetition=self.sampling.repetition_penalty,
             sampled=np.fromiter(self._counts, np.int64, len(self._counts)),
             penalty=self._penalty(),
@@ -114,6 +116,9 @@ class Text:
         """The next token is there. Returns why it is the last, or None."""
         self.tokens.append(token_id)
         self._counts[token_id] += 1
+        if self._seen is not None and token_id not in self._seen:
+            self._seen.add(token_id)
+            self._repeated = np.append(self._repeated, token_id)
         if token_id in self.stops:
             return "stop"
         if self._matcher:

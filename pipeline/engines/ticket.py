@@ -31,6 +31,10 @@ class Ticket:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def error(self) -> CrossfillError | None:
+        return self._error
+
     def fail(self, error: CrossfillError) -> None:
         """Every waiting and later call raises `error`. The first stays."""
         with self.changed:

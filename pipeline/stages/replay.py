@@ -79,7 +79,7 @@ def decode(engine: Engine, capture: Capture, pages: Iterable[Page]) -> list[Hear
         for page in fitted(pages, capture.request.transfer_tokens, request.transfer_tokens):
             if page.index >= admission.held_pages:
                 admission.import_page(page)
-        for step in admission.decode(first_tokens):
+        for step in admission.decode(first_tokens, _first_logprobs(capture, request)):
             heard[step.sample].hear(step)
     return heard
 
@@ -158,6 +158,15 @@ def _request(engine: Engine, capture: Capture) -> Request:
     sampling = _with_margins(capture.request.sampling, "logprobs" in features)
     first_token = engine.capabilities.needs_first_token
     return replace(capture.request, handoff_id=secrets.token_hex(16), sampling=sampling, first_token=first_token)
+
+
+def _first_logprobs(capture: Capture, request: Request) -> tuple[TokenLogprob, ...]:
+    """Of P's tokens, which are not drawn again: as recorded, so that they show no difference."""
+    if not request.first_token or request.sampling.logprobs is None:
+        return ()
+    recorded = capture.logprobs or [()] * len(capture.first_tokens)
+    pairs = zip(capture.first_tokens, recorded, strict=True)
+    return tuple(TokenLogprob(token, logprobs[0] if logprobs else 0.0) for token, logprobs in pairs)
 
 
 def _with_margins(sampling: Sampling, known: bool) -> Sampling:

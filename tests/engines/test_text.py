@@ -66,6 +66,17 @@ def test_the_formulas(asked: dict[str, Any], expected: list[float]) -> None:
     assert shaped(text(2, 3, 2, **asked)) == expected
 
 
+def test_every_token_so_far_is_repeated_once() -> None:
+    said = (4, 2, 4, 0, 3, 3)
+    made = text(prompt=(1, 0, 1), repetition_penalty=2.0)
+    for at in range(len(said) + 1):
+        change = made.change()
+        assert change is not None
+        assert sorted(change.repeated.tolist()) == sorted({1, 0, *said[:at]})
+        if at < len(said):
+            made.push(said[at])
+
+
 def test_the_logits_that_were_given_stay() -> None:
     shaped(text(2, presence_penalty=0.5))
     assert LOGITS.tolist() == [1.0, -1.0, 2.0, -2.0, 0.5, 3.0]

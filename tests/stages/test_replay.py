@@ -16,6 +16,7 @@ from pipeline.capture import Capture
 from pipeline.engines.base import Capabilities
 from pipeline.engines.reference import ReferenceEngine
 from pipeline.errors import CaptureError, ContractMismatchError
+from pipeline.logprob import TokenLogprob
 from pipeline.page import Page, page_count
 from pipeline.request import Request, Sampling
 from pipeline.sample import tiny
@@ -104,6 +105,20 @@ def test_a_first_token_engine_gets_ps_first_token() -> None:
 
 
 THREE = Sampling(max_tokens=3, temperature=0.0)
+
+
+@pytest.mark.parametrize(("recorded_logprobs", "expected"), [(((-0.5, -1.0, -2.0),), -0.5), ((), 0.0)])
+def test_ps_token_shows_no_difference_in_logprobs(
+    recorded_logprobs: tuple[tuple[float, ...], ...], expected: float
+) -> None:
+    """It is not drawn again. Every engine that can is asked for logprobs, so it must come with one."""
+    one = replace(fake_capture(first_token=True), logprobs=recorded_logprobs)
+    features = frozenset({"logprobs"})
+    capabilities = Capabilities(can_prefill=False, needs_first_token=True, features=features)
+    engine = FakeEngine(capabilities=capabilities)
+    replay.decode(engine, one, fake.pages(one.request))
+    admission: Any = engine.works[-1]
+    assert admission.first == (one.first_tokens, (TokenLogprob(one.first_tokens[0], expected),))
 
 
 def fake_capture(*, first_token: bool = False, sampling: Sampling = THREE) -> Capture:

@@ -1,46 +1,74 @@
 """SglangAdmission: room for one prompt in SGLang's KV pool and the decoding that follows. See `base.Admission`.
 
 SGLang's decode mode computes no prompt token: it wants the KV of all of them and P's first token, and goes on from
-there. That token is handed out here, at once; what SGLang sends begins with it and is cut.
+there. Further samples are requests of their own. They join once the first one decodes, so that they hit its whole pages
+in SGLang's prefix cache; the tail behind these, which no cache keeps, is written into each from a copy kept here.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.engines.base import FinishReason, TokenStep
+from pipeline.engines.base import TokenStep
 from pipeline.engines.sglang.message import Kind, Message
-from pipeline.engines.sglang.ticket import Host, SglangTicket
+from pipeline.engines.sglang.sample import End, SglangSample
+from pipeline.engines.sglang.ticket import Host
 from pipeline.engines.ticket import require_next
-from pipeline.errors import EngineError
+from pipeline.errors import CrossfillError, EngineError
 from pipeline.logprob import TokenLogprob
-from pipeline.page import Page, page_count, require_finite
+from pipeline.page import PAGE_TOKENS, Page, page_count, require_finite
 from pipeline.request import Request
 
 
-class SglangAdmission(SglangTicket):
-    """`limit`: its max_tokens, or less where the context window ends before."""
+class Sibling(SglangSample):
+    """A sample beside the first one, `lead`, whose lock and steps it shares."""
 
-    def __init__(self, room: int, request: Request, host: Host, limit: int) -> None:
-        super().__init__(room, request, host)
-        self.pages = page_count(request.transfer_tokens)
-        self.tokens_sampled = 0  # by this engine: all but the first
-        self._limit = limit
+    def __init__(self, room: int, request: Request, host: Host, lead: SglangAdmission, index: int) -> None:
+        super().__init__(room, request, host, lead.end_at, index)
+        self.changed = lead.changed
+        self.steps = lead.steps
+        self.joined = False  # SGLang has it
+        self.held: int | None = None  # pages it found in the prefix cache, once it is admitted
+        self.committed = False
+
+    @property
+    def due(self) -> bool:
+        """It may take its next step towards decoding."""
+        return not self.done and (not self.joined or self.held is not None)
+
+    @property
+    def done(self) -> bool:
+        """Nothing of it depends on the lead any more."""
+        return self.committed or (self.finish is not None and not self.joined)
+
+    def on_message(self, message: Message) -> None:
+        super().on_message(message)
+        if message.kind is Kind.ADMITTED:
+            with self.changed:
+                self.held = message.page
+                self.changed.notify_all()
+
+
+class SglangAdmission(SglangSample):
+    """`rooms` and `requests`: one for each sample, this being the first one's."""
+
+    def __init__(self, rooms: Sequence[int], requests: Sequence[Request], host: Host, end: End) -> None:
+        super().__init__(rooms[0], requests[0], host, end)
+        self.pages = page_count(requests[0].transfer_tokens)
+        self._siblings = [
+            Sibling(room, request, host, self, index)
+            for index, (room, request) in enumerate(zip(rooms[1:], requests[1:], strict=True), 1)
+        ]
         self._admitted = False
         self._held = 0
         self._next = 0  # the page to import next
         self._written = 0  # pages before this one are in the pool
         self._staged: NDArray[np.float16] | None = None  # pages of the copy that is being collected
+        self._tail: NDArray[np.float16] | None = None  # the siblings' copy of the last page, where it is not full
         self._decoding = False
-        self._left = 0  # tokens of SGLang's that are still to be cut: the first
-        self._emitted = 0
-        self._finish: FinishReason | None = None
-        self._steps: deque[TokenStep] = deque()
         self._kept: list[Page] | None = None  # copies of what was imported
 
     # The job's side.
@@ -66,6 +94,8 @@ class SglangAdmission(SglangTicket):
             self._copying += 1
         try:
             self._stage(page)
+            if self._siblings and page.tokens < PAGE_TOKENS:
+                self._tail = page.data.copy()
             with self.changed:
                 self._next = page.index + 1
                 if self._kept is not None:
@@ -106,8 +136,11 @@ class SglangAdmission(SglangTicket):
     def decode(
         self, first_tokens: Sequence[int] = (), first_logprobs: Sequence[TokenLogprob] = ()
     ) -> Iterator[TokenStep]:
-        if len(first_tokens) != 1:
-            raise EngineError(f"SGLang goes on from one first token, {len(first_tokens)} came")
+        samples: list[SglangSample] = [self, *self._siblings]
+        if len(first_tokens) != len(samples):
+            raise EngineError(f"SGLang goes on from {len(samples)} first tokens, {len(first_tokens)} came")
+        if self.request.sampling.logprobs is not None and len(first_logprobs) != len(samples):
+            raise EngineError(f"{len(samples)} first tokens came with {len(first_logprobs)} logprobs")
         with self.changed:
             self._require_alive()
             if self._decoding:
@@ -115,24 +148,75 @@ class SglangAdmission(SglangTicket):
             if self._next < self.pages:
                 raise EngineError(f"page {self._next} of {self.pages} was not imported: nothing to decode from")
             self._decoding = True
-            self._left = 1
-            self._emit(first_tokens)
+            for sample, token in zip(samples, first_tokens, strict=True):
+                sample.begin(token, first_logprobs[sample.index] if first_logprobs else None)
         self._host.link.say(Message(Kind.COMMIT, self.room, value=first_tokens[0]))
-        if self._finish == "stop":
-            self._host.abort(self)
-        return self._take_steps()
+        self._end_early()
+        return self._take_steps(len(samples))
 
-    def _take_steps(self) -> Iterator[TokenStep]:
-        finish = None
-        while finish is None:
+    def _take_steps(self, running: int) -> Iterator[TokenStep]:
+        while running:
             with self.changed:
                 # A step that has come is handed out even if SGLang failed behind it, but not after a close.
-                self.changed.wait_for(lambda: self._steps or self._closed or self._error is not None)
-                if self._closed or not self._steps:
+                self.changed.wait_for(lambda: self.steps or self._closed or self._fault or self._due)
+                if self._closed:
                     self._require_alive()
-                step = self._steps.popleft()
-            finish = step.finish
-            yield step
+                sibling = None if self._fault else self._due
+                if sibling is None and not self.steps and self._fault:
+                    raise self._fault
+                joins = sibling is not None and not sibling.joined
+                if sibling is not None and joins:
+                    sibling.joined = True
+                step = self.steps.popleft() if sibling is None else None
+            if sibling is not None:
+                self._host.join(sibling) if joins else self._pass_on(sibling)
+            elif step is not None:
+                running -= step.finish is not None
+                yield step
+
+    def close(self) -> None:
+        super().close()
+        for sibling in self._siblings:
+            if sibling.joined:
+                sibling.close()
+
+    @property
+    def _due(self) -> Sibling | None:
+        """The next sibling that can be helped on its way."""
+        return next((sibling for sibling in self._siblings if sibling.due), None) if self.begun else None
+
+    @property
+    def _fault(self) -> CrossfillError | None:
+        return self._error or next((sibling.error for sibling in self._siblings if sibling.error), None)
+
+    @property
+    def _may_end(self) -> bool:
+        return all(sibling.done for sibling in self._siblings)
+
+    def _end_early(self) -> None:
+        """SGLang does not know that the text has stopped. While siblings look for its pages they must stay."""
+        with self.changed:
+            stopped = self.finish == "stop" and self._may_end
+        if stopped:
+            self._host.abort(self)
+
+    def _pass_on(self, sibling: Sibling) -> None:
+        """Write what the prefix cache has not kept, and let the sibling decode."""
+        missing = self.pages - (sibling.held or 0)
+        if missing > (self._tail is not None):
+            raise EngineError(f"SGLang no longer holds {missing} pages of the prompt that its other samples need")
+        with self.changed:
+            self._require_alive()
+            self._copying += 1
+        try:
+            if missing and self._tail is not None:
+                self._host.link.copy_in(sibling.room, self.pages - 1, self._tail[None])
+        finally:
+            self._end_copy()
+        self._host.link.say(Message(Kind.COMMIT, sibling.room, value=sibling.first_token))
+        with self.changed:
+            sibling.committed = True
+        self._end_early()
 
     def _require_next(self, page: Page) -> None:
         require_next(page, self._next, self.pages, self.request)
@@ -142,40 +226,9 @@ class SglangAdmission(SglangTicket):
     # The link's thread.
 
     def on_message(self, message: Message) -> None:
+        super().on_message(message)
         if message.kind is Kind.ADMITTED:
             with self.changed:
                 self._admitted = True
                 self._held = self._next = self._written = message.page
                 self.changed.notify_all()
-
-    # SGLang's event loop.
-
-    def on_output(self, token_ids: list[int], finished: str | None, meta: dict[str, Any]) -> None:
-        with self.changed:
-            skipped = min(self._left, len(token_ids))
-            self._left -= skipped
-            fresh = token_ids[skipped:]
-            self.tokens_sampled += len(fresh)
-            if fresh and self._finish is None:
-                self._emit(fresh)
-            stopped = self._finish == "stop" and finished is None
-            self.changed.notify_all()
-        if stopped:
-            self._host.abort(self)
-
-    def _emit(self, token_ids: Sequence[int]) -> None:
-        """Under `changed`. Stop ids are ours to see: SGLang was told to ignore them, as it would add its own."""
-        stops = self.request.sampling.stop_token_ids
-        ends = next((at for at, token in enumerate(token_ids, 1) if token in stops), None)
-        kept = tuple(token_ids[:ends])
-        self._emitted += len(kept)
-        if ends is not None:
-            self._finish = "stop"
-        elif self._emitted >= self._limit:
-            self._finish = "length"
-        self._steps.append(TokenStep(kept, self._finish))
-        self.changed.notify_all()
-
-    @property
-    def _whole(self) -> bool:
-        return self._finish is not None or self._closed

@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import read_contract
+from pipeline.checkpoint import eos_token_ids, read_contract
 from pipeline.contract import Contract
 from pipeline.engines.base import Capabilities, Check, EngineStats
 from pipeline.engines.feature import SUPPORTED
@@ -24,10 +24,13 @@ from pipeline.engines.sglang.admission import SglangAdmission
 from pipeline.engines.sglang.link import Link
 from pipeline.engines.sglang.message import Message
 from pipeline.engines.sglang.prefill import SglangPrefill
+from pipeline.engines.sglang.sample import End, SglangSample
+from pipeline.engines.sglang.sampling import for_decode, for_prefill, sample
 from pipeline.engines.sglang.server import Server
 from pipeline.engines.sglang.ticket import SglangTicket
 from pipeline.engines.ticket import admitted, require_fit
 from pipeline.errors import ConfigError, CrossfillError, EngineError
+from pipeline.grammar import Compiler
 from pipeline.page import PAGE_TOKENS
 from pipeline.request import Request, Sampling
 from pipeline.settings import EngineSettings
@@ -39,7 +42,6 @@ if importlib.util.find_spec("sglang") is None:
 _MARGIN_TOKENS = 8
 _LOOK_AHEAD_TOKENS = 4096  # SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION's default
 _ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
-_SEED_SPACE = 1 << 64
 _IDLE_S = 5.0  # how long SGLang may take to notice that nothing runs any more
 _IDLE_STEP_S = 0.05
 
@@ -61,6 +63,7 @@ class SglangEngine:
         self._role = settings.role
         self._contract = read_contract(checkpoint, context_length=settings.context_length)
         self._settings = settings
+        self._compiler = Compiler(checkpoint, self._contract.vocab_size, eos_token_ids(checkpoint))
         self._pages = settings.kv_cache_bytes // self._contract.page_shape.page_bytes
         if self._pages < 1:
             page_bytes = self._contract.page_shape.page_bytes
@@ -112,9 +115,14 @@ class SglangEngine:
         return self._failure
 
     def prefill(self, request: Request) -> SglangPrefill:
-        """Raises EngineError at once for a prompt that can never fit, in the wrong role, or when SGLang is dead."""
+        """Raises EngineError at once for a prompt that can never fit, in the wrong role, or when SGLang is dead.
+
+        InvalidParameterError for a grammar that cannot be compiled.
+        """
         self._require_role("prefill")
         require_fit(request, self._limit, self._contract)
+        if request.first_token:
+            self._stops(request.sampling)
         ticket = SglangPrefill(next(self._rooms), request, self)
         with self._lock:
             self._require_alive()
@@ -126,18 +134,23 @@ class SglangEngine:
     def admit(
         self, request: Request, *, local: bool = False, timeout_s: float = 60.0, check: Check = lambda: None
     ) -> SglangAdmission:
-        """Raises DeadlineError, EngineError for a request that can never fit, in the wrong role, or `local`."""
+        """Raises DeadlineError, EngineError for a request that can never fit, in the wrong role, or `local`.
+
+        InvalidParameterError for a grammar that cannot be compiled.
+        """
         self._require_role("decode")
         if local or not request.first_token:
             raise EngineError("SGLang in decode mode computes no prompts: it needs all of the KV and P's first token")
         require_fit(request, self._limit, self._contract)
         limit = min(request.sampling.max_tokens, self._contract.context_length - len(request.token_ids))
-        self._require_room(len(request.token_ids), limit)
-        ticket = SglangAdmission(next(self._rooms), request, self, limit)
+        self._require_room(len(request.token_ids), limit, request.sampling.n)
+        samples = [sample(request, index) for index in range(request.sampling.n)]
+        end = End(self._stops(request.sampling), limit)
+        ticket = SglangAdmission([next(self._rooms) for _ in samples], samples, self, end)
         with self._lock:
             self._require_alive()
             self._live[ticket.room] = ticket
-        self._server.start(ticket, _sampling(request.sampling, limit), self._cache_key(request))
+        self._start(ticket, limit)
         return admitted(ticket, timeout_s, check, "SGLang")
 
     def stats(self) -> EngineStats:
@@ -188,14 +201,25 @@ class SglangEngine:
         elif self._failure is None:
             self._server.abort(ticket)
 
+    def join(self, ticket: SglangTicket) -> None:
+        assert isinstance(ticket, SglangSample)
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._live[ticket.room] = ticket
+        if failure is not None:
+            ticket.fail(failure)
+            ticket.end()
+            return
+        self._start(ticket, ticket.end_at.limit)
+
     def moved(self) -> None:
         """Start prompts while unread pages leave room under the quota; the first always, however long."""
         with self._lock:
             self._sweep()
             while self._backlog and self._failure is None and self._may_start(self._backlog[0]):
                 ticket = self._backlog.popleft()
-                sampling = _sampling(ticket.request.sampling, 1)
-                self._server.start(ticket, sampling, self._cache_key(ticket.request))
+                self._start(ticket, 1)
 
     # Under the lock.
 
@@ -213,7 +237,7 @@ class SglangEngine:
             if isinstance(ticket, SglangPrefill):
                 self._prompt_tokens_computed += ticket.computed_tokens
                 self._tokens_sampled += len(ticket.first_tokens)
-            elif isinstance(ticket, SglangAdmission):
+            elif isinstance(ticket, SglangSample):
                 self._tokens_sampled += ticket.tokens_sampled
 
     def _require_alive(self) -> None:
@@ -243,13 +267,20 @@ class SglangEngine:
         if self._role != role:
             raise EngineError(f"this SGLang was started for {self._role}, not for {role}")
 
-    def _require_room(self, prompt_tokens: int, limit: int) -> None:
-        """SGLang admits a request only if what it may generate (as far as it looks ahead) fits behind the prompt."""
-        needed = prompt_tokens + min(limit, _LOOK_AHEAD_TOKENS)
+    def _require_room(self, prompt_tokens: int, limit: int, samples: int) -> None:
+        """SGLang admits a request only if what it may generate (as far as it looks ahead) fits behind the prompt.
+
+        Further samples share the whole pages of the prompt.
+        """
+        if samples > self._settings.max_running:
+            setting = f"max_running is {self._settings.max_running}: raise it"
+            raise EngineError(f"n = {samples} samples need as many places and {setting}")
+        answer = min(limit, _LOOK_AHEAD_TOKENS)
+        needed = prompt_tokens + answer + (samples - 1) * (prompt_tokens % PAGE_TOKENS + answer)
         if needed > self._pages * PAGE_TOKENS:
             raise EngineError(
-                f"{prompt_tokens} prompt tokens and max_tokens = {limit} need {needed} tokens of KV and kv_cache_bytes "
-                f"allows {self._pages * PAGE_TOKENS}: raise it, or ask for fewer tokens"
+                f"{prompt_tokens} prompt tokens and max_tokens = {limit} with n = {samples} need {needed} tokens of KV "
+                f"and kv_cache_bytes allows {self._pages * PAGE_TOKENS}: raise it, or ask for fewer tokens"
             )
 
     def _require_pool(self) -> None:
@@ -262,6 +293,17 @@ class SglangEngine:
                 f"{self._settings.kv_cache_bytes} is {self._pages}: set {free * page_bytes} or free memory"
             )
 
+    def _start(self, ticket: SglangTicket, max_tokens: int) -> None:
+        request = ticket.request
+        told = for_prefill(request) if isinstance(ticket, SglangPrefill) else for_decode(request, max_tokens)
+        self._server.start(ticket, told, self._cache_key(request))
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        """What ends a text: a grammar's end too, whatever was asked for. Raises InvalidParameterError."""
+        grammar = sampling.grammar
+        ends = () if grammar is None else self._compiler.matcher(grammar).eos_token_ids
+        return frozenset((*sampling.stop_token_ids, *ends))
+
     def _cache_key(self, request: Request) -> str:
         return f"{self._generation}/{request.salt}"
 
@@ -273,27 +315,3 @@ class SglangEngine:
             "context_length": self._contract.context_length + _MARGIN_TOKENS,
             "random_seed": secrets.randbits(31),
         }
-
-
-def _sampling(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
-    """Every field explicit, so that no default of SGLang or of a `generation_config.json` leaks in.
-
-    Stop ids are not SGLang's business: it would add the checkpoint's own. A seed is always given: see the plug-in.
-    """
-    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _SEED_SPACE
-    return {
-        "max_new_tokens": max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": max(sampling.top_p, 1e-6),  # SGLang refuses 0; the best token stays either way
-        "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "n": 1,
-        "stop": None,
-        "stop_token_ids": None,
-        "ignore_eos": True,
-        "sampling_seed": seed - _SEED_SPACE if seed >= _SEED_SPACE >> 1 else seed,  # as a signed 64-bit number
-    }

@@ -131,7 +131,7 @@ class Link:
     def _run(self) -> None:
         try:
             peer = self._accept()
-            while packet := peer.recv(messages.SIZE):
+            while packet := peer.recv(messages.MAX_SIZE):
                 self._take(messages.decode(packet))
         except OSError:
             pass  # the end, as below

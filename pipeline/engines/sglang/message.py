@@ -1,4 +1,4 @@
-"""Message: what worker and plug-in say to each other, one fixed-size packet each over a local SOCK_SEQPACKET socket.
+"""Message: what worker and plug-in say to each other, one packet each over a local SOCK_SEQPACKET socket.
 
 Control only: pages go through the ring. The worker owns the ring's runs and asks for every copy, so a free run is the
 backpressure, nobody's pages wait in a run, and each handoff has at most the copies its job asked for. `room` names a
@@ -15,6 +15,7 @@ ADDRESS = "CROSSFILL_SGLANG_ADDRESS"  # environment variable: where the plug-in 
 
 _LAYOUT = struct.Struct("<BBxxIQq")
 SIZE = _LAYOUT.size
+MAX_SIZE = SIZE + 4096  # eight first tokens with twenty alternatives each take 1344 bytes
 
 
 class Kind(IntEnum):
@@ -26,11 +27,13 @@ class Kind(IntEnum):
     # The plug-in's
     HELLO = 16  # its pool has the worker's page shape
     READY = 17  # P: pages [0, page) are computed
-    FIRST = 18  # P: the prompt is computed, `value` is the token drawn behind it
+    FIRST = 18  # P: the prompt is computed, `value` is the token that SGLang drew behind it, `data` an `order.First`
     ADMITTED = 19  # D: there is room; the leading `page` pages are held and pinned
     COPIED = 20
     REFUSED = 21  # COPY: the request has ended or was aborted, nothing was copied
     GAUGES = 22  # `page` pages are free or could be evicted, `value` of these are cached
+    LOGPROB = 23  # D: of the next token, `value`; before SGLang hands that out. `data` is packed by `pipeline.logprob`
+    FAILED = 24  # `data` says why the request cannot go on, in UTF-8
 
 
 class Message(NamedTuple):
@@ -39,13 +42,14 @@ class Message(NamedTuple):
     page: int = 0
     value: int = 0
     run: int = 0
+    data: bytes = b""  # what is behind the fixed part; few kinds have any
 
 
 def encode(message: Message) -> bytes:
-    return _LAYOUT.pack(message.kind, message.run, message.page, message.room, message.value)
+    return _LAYOUT.pack(message.kind, message.run, message.page, message.room, message.value) + message.data
 
 
 def decode(packet: bytes) -> Message:
     """Raises ValueError or struct.error when `packet` is not a message."""
-    kind, run, page, room, value = _LAYOUT.unpack(packet)
-    return Message(Kind(kind), room, page, value, run)
+    kind, run, page, room, value = _LAYOUT.unpack_from(packet)
+    return Message(Kind(kind), room, page, value, run, packet[SIZE:])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.engines.sglang import order
 from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.order import First
 from pipeline.engines.sglang.ticket import Host, SglangTicket
 from pipeline.engines.ticket import Unread
 from pipeline.errors import EngineError
@@ -24,7 +26,7 @@ class SglangPrefill(SglangTicket):
         self.computed_tokens = 0  # prompt tokens that ran through the model; known at the end
         self._ready = 0
         self._unread = Unread(self.pages)
-        self._first_token: int | None = None
+        self._first: First | None = None
         self._released = False
 
     def wait_ready(self, index: int, timeout_s: float) -> bool:
@@ -62,16 +64,15 @@ class SglangPrefill(SglangTicket):
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        wanted = self.request.first_token and self._first_token is not None
-        return (self._first_token,) if wanted and self._first_token is not None else ()
+        return self._first.token_ids if self._first is not None and self.request.first_token else ()
 
     @property
     def first_logprobs(self) -> tuple[TokenLogprob, ...]:
-        return ()
+        return self._first.logprobs if self._first is not None else ()
 
     @property
     def done(self) -> bool:
-        return self._first_token is not None
+        return self._first is not None
 
     @property
     def kept_pages(self) -> int:
@@ -83,7 +84,7 @@ class SglangPrefill(SglangTicket):
         return self._released
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
         return self._released or self._closed
 
     def _copy(self, index: int, count: int) -> PageArray:
@@ -114,17 +115,19 @@ class SglangPrefill(SglangTicket):
         """Let SGLang have its blocks back, once nothing more will be read. Not before the end of the compute: what it
         is told is "transferred"."""
         with self.changed:
-            if self._released or self._closed or self._first_token is None or self.kept_pages:
+            if self._released or self._closed or self._first is None or self.kept_pages:
                 return
             self._released = True
         self._host.link.say(Message(Kind.RELEASE, self.room))
 
     def on_message(self, message: Message) -> None:
+        super().on_message(message)
         with self.changed:
             if message.kind is Kind.READY:
                 self._ready = min(message.page, self.pages)
             elif message.kind is Kind.FIRST:
-                self._first_token = message.value
+                given = message.data
+                self._first = order.unpack(given, self.request.sampling) if given else First((message.value,))
             self.changed.notify_all()
         self._release()
 

@@ -119,7 +119,7 @@ class Server:
                 )
                 await _read(ticket, self._manager.generate_request(asked, None))
         except Exception as error:  # SGLang raises HTTP errors, ValueError and others: each is this request's
-            if not ticket.closed:
+            if not ticket.whole:
                 ticket.fail(EngineError(f"SGLang refuses or failed the request: {getattr(error, 'detail', error)}"))
         finally:
             ticket.end()
@@ -149,7 +149,7 @@ async def _read(ticket: SglangTicket, outputs: Any) -> None:
         seen = max(seen, count)
         reason = meta["finish_reason"]
         ticket.on_output(fresh, reason and str(reason["type"]), meta)
-        if reason and reason["type"] == "abort" and not ticket.closed:
+        if reason and reason["type"] == "abort" and not ticket.whole:
             ticket.fail(EngineError(f"SGLang aborted the request: {reason.get('message')}"))
 
 

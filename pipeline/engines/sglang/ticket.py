@@ -9,19 +9,23 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from pipeline.engines.sglang.link import Link
-from pipeline.engines.sglang.message import Message
+from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.ticket import Ticket
 from pipeline.errors import EngineError
 from pipeline.request import Request
 
 
 class Host(Protocol):
-    """What a ticket needs of its engine. Both return at once."""
+    """What a ticket needs of its engine. All return at once."""
 
     link: Link
 
     def abort(self, ticket: SglangTicket) -> None:
         """Have SGLang end the request; one that it has not got yet ends here."""
+        ...
+
+    def join(self, ticket: SglangTicket) -> None:
+        """Hand SGLang another request, whose prompt it holds."""
         ...
 
     def moved(self) -> None:
@@ -68,7 +72,8 @@ class SglangTicket(Ticket):
     # The link's thread.
 
     def on_message(self, message: Message) -> None:
-        raise NotImplementedError
+        if message.kind is Kind.FAILED:
+            self.fail(EngineError(message.data.decode(errors="replace")))
 
     # SGLang's event loop.
 
@@ -78,13 +83,13 @@ class SglangTicket(Ticket):
 
     def end(self) -> None:
         with self.changed:
-            if not self._whole:
+            if not self.whole:
                 self._error = self._error or EngineError(f"SGLang ended handoff {self.request.handoff_id} early")
             self._ended = True
             self.changed.notify_all()
         self._host.moved()
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
         """It has done what was asked of it: its end is no error."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipeline.engines.sglang.link import SHAPE, Link
 from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.order import First
 from pipeline.engines.sglang.plugin.station import Station
 from pipeline.engines.sglang.ring import RUNS, run_pages
 from pipeline.errors import EngineError
@@ -36,6 +37,7 @@ class FakeTransfer:
         self.obeyed: list[Message] = []
         self.threads: set[str] = set()
         self.inward = False
+        self.drawn: list[First] = []
 
     def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
         self.began.set()
@@ -54,6 +56,9 @@ class FakeTransfer:
 
     def obey(self, message: Message) -> None:
         self.obeyed.append(message)
+
+    def draw(self, first: First) -> None:
+        self.drawn.append(first)
 
     def lose(self) -> None:
         self.lost.set()
@@ -103,6 +108,20 @@ def test_many_pages_move_with_one_message(ends: Ends) -> None:
     pages = ends.link.copy_out(5, 20, 16)
     assert pages is not None
     assert [int(page.max()) for page in pages] == [int(page.min()) for page in pages] == list(range(20, 36))
+
+
+def test_what_was_drawn_finds_its_transfer(ends: Ends) -> None:
+    ends.station.draw(5, First((7, 8)))
+    ends.station.draw(6, First((9,)))  # aborted meanwhile
+    assert ends.transfer.drawn == [First((7, 8))]
+
+
+def test_a_message_with_data_arrives_whole(ends: Ends) -> None:
+    longest = Message(Kind.FIRST, 5, data=bytes(range(256)) * 16)
+    ends.station.say(longest)
+    ends.station.say(Message(Kind.READY, 5, 3))
+    assert eventually(lambda: len(ends.heard) == 2)
+    assert ends.heard == [longest, Message(Kind.READY, 5, 3)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])

@@ -18,23 +18,25 @@ MESSAGES = st.builds(
     page=st.integers(0, 2**32 - 1),
     value=st.integers(-(2**63), 2**63 - 1),
     run=st.integers(0, 255),
+    data=st.binary(max_size=message.MAX_SIZE - message.SIZE),
 )
 
 
 @given(MESSAGES)
 def test_the_round_trip_is_exact(made: Message) -> None:
     assert message.decode(message.encode(made)) == made
-    assert len(message.encode(made)) == message.SIZE
+    assert len(message.encode(made)) == message.SIZE + len(made.data) <= message.MAX_SIZE
 
 
 def test_the_bytes() -> None:
     assert message.encode(Message(Kind.COPY, room=0x0102, page=3, value=16, run=7)).hex() == (
         "01070000" "03000000" "0201000000000000" "1000000000000000"
     )  # fmt: skip
+    assert message.encode(Message(Kind.FAILED, room=1, data=b"why"))[message.SIZE :] == b"why"
 
 
-@pytest.mark.parametrize("packet", [b"", bytes(message.SIZE - 1), bytes(message.SIZE + 1)])
-def test_a_packet_of_another_size_is_refused(packet: bytes) -> None:
+@pytest.mark.parametrize("packet", [b"", bytes(message.SIZE - 1)])
+def test_a_packet_that_is_too_short_is_refused(packet: bytes) -> None:
     with pytest.raises(struct.error):
         message.decode(packet)
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.request import Sampling
+from pipeline.engines.sglang import order
+from pipeline.request import Request, Sampling
 
 pytest.importorskip("sglang", reason="SGLang is not in this environment")
 
 import torch
 
-from pipeline.engines.sglang.engine import _sampling
 from pipeline.engines.sglang.plugin.sampling import add_seeds
+from pipeline.engines.sglang.sampling import _told, for_decode, for_prefill, sample
 
 
 def test_every_field_is_told() -> None:
-    made = _sampling(Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, seed=3, stop_token_ids=(2,)), 4)
+    made = _told(Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, seed=3, stop_token_ids=(2,)), 4)
     assert made == {
         "max_new_tokens": 4,
         "temperature": 0.7,
@@ -43,15 +44,44 @@ def test_every_field_is_told() -> None:
     ("seed", "told"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (-1, -1), (2**64 + 5, 5)]
 )
 def test_seeds_are_signed_numbers_of_64_bits(seed: int, told: int) -> None:
-    assert _sampling(Sampling(1, seed=seed), 1)["sampling_seed"] == told
+    assert _told(Sampling(1, seed=seed), 1)["sampling_seed"] == told
 
 
 def test_without_a_seed_each_request_gets_its_own() -> None:
-    assert len({_sampling(Sampling(1), 1)["sampling_seed"] for _ in range(20)}) == 20
+    assert len({_told(Sampling(1), 1)["sampling_seed"] for _ in range(20)}) == 20
 
 
 def test_top_k_off_is_sglangs_word_for_it() -> None:
-    assert _sampling(Sampling(1), 1)["top_k"] == -1
+    assert _told(Sampling(1), 1)["top_k"] == -1
+
+
+def test_what_sglang_must_not_draw_is_greedy_there_and_goes_along() -> None:
+    request = Request("h", (5, 6), Sampling(9, temperature=0.7, frequency_penalty=0.5, seed=3), first_token=True)
+    told = for_decode(request, 4)
+    assert (told["temperature"], told["frequency_penalty"]) == (0.0, 0.0)
+    assert order.read(told["custom_params"], [5, 6]) == request
+
+
+@pytest.mark.parametrize(("logprobs", "goes_along"), [(None, False), (0, True)])
+def test_sglang_draws_what_is_plain(logprobs: int | None, goes_along: bool) -> None:
+    request = Request("h", (5, 6), Sampling(9, temperature=0.7, seed=3, logprobs=logprobs), first_token=True)
+    told = for_decode(request, 4)
+    assert (told["temperature"], told["sampling_seed"]) == (0.7, 3)
+    assert (order.read(told.get("custom_params"), [5, 6]) == request) is goes_along
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_p_draws_as_asked_only_where_its_token_is_wanted(first_token: bool) -> None:
+    request = Request("h", (5, 6), Sampling(9, temperature=0.7, n=2), first_token=first_token)
+    told = for_prefill(request)
+    assert (told["max_new_tokens"], told["temperature"]) == (1, 0.0)
+    assert order.read(told.get("custom_params"), [5, 6]) == (request if first_token else None)
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(5, 8), (None, None), (-1, 2)])
+def test_a_sample_is_a_request_of_its_own(seed: int | None, expected: int | None) -> None:
+    made = sample(Request("h", (5, 6), Sampling(9, n=4, seed=seed, min_p=0.1)), 3)
+    assert made == Request("h", (5, 6), Sampling(9, n=1, seed=expected, min_p=0.1))
 
 
 @pytest.mark.parametrize("bound", [True, False])

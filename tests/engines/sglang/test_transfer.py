@@ -15,8 +15,12 @@ pytest.importorskip("sglang", reason="SGLang is not in this environment")
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from pipeline.engines.sglang import order
 from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.order import First
 from pipeline.engines.sglang.plugin.transfer import Receiver, Sender
+from pipeline.logprob import TokenLogprob
+from pipeline.request import Sampling
 
 TOKEN = 417
 
@@ -94,6 +98,18 @@ def test_p_says_what_is_ready_after_each_chunk_and_the_token_before_the_last() -
     assert sending.poll() == KVPoll.WaitingForInput
     assert [sending.copy(page, SLOT) for page in (0, 3, 4)] == [True] * 3
     assert manager.moved == [("read", 7), ("read", 5), ("read", 1)]
+
+
+def test_p_says_what_was_drawn_last_in_place_of_sglangs_token() -> None:
+    manager = FakeManager()
+    sending = sender(manager, 2)
+    drawn = [First((7, 9), (TokenLogprob(7, -0.5), TokenLogprob(9, -1.5))) for _ in range(2)]
+    sending.draw(First((1, 1)))  # behind a chunk that is not the last
+    sending.send(np.array([7]))
+    sending.draw(drawn[0])
+    sending.send(np.array([8]))
+    first = next(message for message in manager.said if message.kind is Kind.FIRST)
+    assert order.unpack(first.data, Sampling(8, n=2, logprobs=0)) == drawn[1]
 
 
 def test_p_keeps_its_blocks_until_it_is_released_and_copies_no_more_then() -> None:

@@ -39,7 +39,7 @@ def test_a_seeded_text_goes_on_where_it_was_cut(engine: Any) -> None:
 def test_the_draw_follows_the_distribution(engine: Any) -> None:
     import torch
 
-    from pipeline.engines.vllm.sampling import draw
+    from pipeline.engines.draw import draw
 
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
     count = 4000
@@ -78,7 +78,7 @@ def made(*said: int, **asked: Any) -> Text:
 def test_changes_are_the_references(engine: Any, asked: dict[str, Any]) -> None:
     import torch
 
-    from pipeline.engines.vllm.sampling import apply
+    from pipeline.engines.draw import apply
 
     logits = np.random.default_rng(3).normal(0, 3, 500).astype(np.float32)
     change = made(11, 3, 11, 400, **asked).change()

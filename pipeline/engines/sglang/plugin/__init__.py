@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from pipeline.engines.sglang.message import ADDRESS
@@ -24,17 +25,29 @@ def register() -> None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from pipeline.engines.sglang.plugin.draw import Draws
     from pipeline.engines.sglang.plugin.sampling import add_seeds
+
+    draws = Draws()
+
+    def introduce(_: Any, scheduler: Any) -> None:
+        """What drew and what moves pages get to know the scheduler that they serve."""
+        manager = _manager(scheduler)
+        arguments = scheduler.server_args
+        draws.attend(manager.station, Path(arguments.model_path), prefills=arguments.disaggregation_mode == "prefill")
+        manager.attend(scheduler)
 
     backends = {member.name: member.value for member in utils.TransferBackend} | {NAME.upper(): NAME}
     HookRegistry.register(
         "sglang.srt.disaggregation.utils.TransferBackend", Enum("TransferBackend", backends), HookType.REPLACE
     )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_disaggregation", _introduce, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_disaggregation", introduce, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", add_seeds, HookType.AFTER
     )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", draws.take, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.sample", draws.sample, HookType.AROUND)
     server_args.add_disagg_transfer_backend_choices([NAME])
 
 
@@ -55,7 +68,6 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     }[class_type.value]
 
 
-def _introduce(_: Any, scheduler: Any) -> None:
-    """The manager gets to know the scheduler that made it, for its gauges."""
+def _manager(scheduler: Any) -> Any:
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-    queue.kv_manager.attend(scheduler)
+    return queue.kv_manager

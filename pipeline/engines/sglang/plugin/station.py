@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipeline.engines.sglang import message as messages
 from pipeline.engines.sglang.link import SHAPE
 from pipeline.engines.sglang.message import Kind, Message
+from pipeline.engines.sglang.order import First
 from pipeline.engines.sglang.ring import Ring
 from pipeline.page import PageShape
 
@@ -28,7 +29,7 @@ _IDLE_S = 0.001  # what a page waits at most while nothing is computed
 
 
 class Transfer(Protocol):
-    """One request's pages, as SGLang sees them. All three are called on the station's thread."""
+    """One request's pages, as SGLang sees them. Called on the station's thread, but for `draw`."""
 
     def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
         """As many as there is room for in `pages`, from `page` on. False when the request has ended: nothing was
@@ -37,6 +38,10 @@ class Transfer(Protocol):
 
     def obey(self, message: Message) -> None:
         """RELEASE or COMMIT."""
+        ...
+
+    def draw(self, first: First) -> None:
+        """P, on the scheduler's thread: what was drawn behind the tokens computed so far."""
         ...
 
     def lose(self) -> None:
@@ -72,6 +77,12 @@ class Station:
         with self._lock:
             self._transfers.pop(room, None)
 
+    def draw(self, room: int, first: First) -> None:
+        with self._lock:
+            transfer = self._transfers.get(room)
+        if transfer is not None:
+            transfer.draw(first)
+
     def say(self, message: Message) -> None:
         with suppress(OSError):  # the worker is gone: the serving thread sees it too, and this process ends with it
             self._peer.sendall(messages.encode(message))
@@ -88,7 +99,7 @@ class Station:
 
     def _serve(self) -> None:
         with suppress(OSError):
-            while packet := self._peer.recv(messages.SIZE):
+            while packet := self._peer.recv(messages.MAX_SIZE):
                 self._busy = True
                 self._take(messages.decode(packet))
                 self._busy = False

@@ -23,7 +23,9 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 
+from pipeline.engines.sglang import order
 from pipeline.engines.sglang.message import ADDRESS, Kind, Message
+from pipeline.engines.sglang.order import First
 from pipeline.engines.sglang.plugin.pool import Buffer, Pool
 from pipeline.engines.sglang.plugin.station import Station
 from pipeline.page import PAGE_TOKENS
@@ -123,6 +125,9 @@ class _Transfer:
     def obey(self, message: Message) -> None:
         raise NotImplementedError
 
+    def draw(self, first: First) -> None:
+        raise NotImplementedError
+
     def lose(self) -> None:
         self.abort()
 
@@ -150,6 +155,7 @@ class Sender(_Transfer, BaseKVSender):
         super().__init__(mgr, bootstrap_room)
         self._total = 0
         self._index = -1
+        self._drawn: First | None = None  # in place of the token that SGLang draws
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._total = num_kv_indices
@@ -165,8 +171,12 @@ class Sender(_Transfer, BaseKVSender):
             ready = len(self._blocks)
         if ready == self._total:  # told first: when the last page is ready, all is done
             token = self.kv_mgr.first_token(self._index)
-            self.kv_mgr.station.say(Message(Kind.FIRST, self.bootstrap_room, value=token))
+            data = b"" if self._drawn is None else order.pack(self._drawn)
+            self.kv_mgr.station.say(Message(Kind.FIRST, self.bootstrap_room, value=token, data=data))
         self.kv_mgr.station.say(Message(Kind.READY, self.bootstrap_room, ready))
+
+    def draw(self, first: First) -> None:
+        self._drawn = first
 
     def poll(self) -> int:
         if self.conclude_state is None:
