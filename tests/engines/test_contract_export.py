@@ -61,16 +61,17 @@ def test_imported_pages_come_out_while_others_are_missing(engine: Engine, twin: 
         assert len(read_text(admission.decode(sent.first_tokens))[0]) == 8
 
 
+@pytest.mark.role("decode")
 def test_held_pages_come_out_too(engine: Engine, twin: Engine) -> None:
     shared = prompt(192)
-    first = request((*shared, *prompt(30, 1)))
+    first = request((*shared, *prompt(30, 1)), to=engine)
     deliver(engine, first, export(twin, first))
-    order = request((*shared, *prompt(100, 2)))
+    order = request((*shared, *prompt(100, 2)), to=engine)
     sent = export(twin, order)
     with closing(kept(engine, order)) as admission:
         assert admission.held_pages == 3
         import_missing(admission, sent)
-        read_text(admission.decode())
+        read_text(admission.decode(sent.first_tokens))
         out = list(admission.export_pages())
     assert len(out) == page_count(291)
     assert same(out[3:], sent[3:])

@@ -8,6 +8,7 @@ in SGLang's prefix cache; the tail behind these, which no cache keeps, is writte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,19 +119,34 @@ class SglangAdmission(SglangSample):
             raise EngineError(f"SGLang refuses page {page.index}: it has ended handoff {self.request.handoff_id}")
 
     def keep_pages(self) -> None:
-        """From here on copies are kept here: SGLang frees a request's blocks by itself, and its plug-in cannot wait."""
+        """Before the first import. From here on copies are kept here, those of held pages to begin with: SGLang frees a
+        request's blocks by itself, and its plug-in cannot wait."""
         with self.changed:
-            if self._kept is None and self._next == self._held:
-                self._kept = []
+            if self._closed or self._kept is not None or self._next > self._held:
+                return
+            self._copying += 1
+        try:
+            with suppress(EngineError):  # it has ended: that is for the next call to say
+                self._kept = self._read_held()
+        finally:
+            self._end_copy()
+
+    def _read_held(self) -> list[Page]:
+        link = self._host.link
+        found: list[Page] = []
+        while len(found) < self._held:
+            data = link.copy_out(self.room, len(found), min(link.batch, self._held - len(found)))
+            if data is None:
+                raise EngineError(f"SGLang no longer holds the pages of handoff {self.request.handoff_id}")
+            found += [Page(index, PAGE_TOKENS, page) for index, page in enumerate(data, len(found))]
+        return found
 
     def export_pages(self) -> Iterator[Page]:
         with self.changed:
             if self._closed:
                 self._require_alive()
-            if self._kept is None or self._held:
-                raise EngineError(
-                    f"SGLang gives out pages that were imported after `keep_pages` only: it held {self._held} itself"
-                )
+            if self._kept is None:
+                raise EngineError("SGLang gives pages out only where `keep_pages` came before the first import")
             return iter([Page(page.index, page.tokens, page.data.copy()) for page in self._kept])
 
     def decode(

@@ -75,13 +75,13 @@ class Link:
         None when the request has ended. Raises EngineError.
         """
         with self._run_of_pages() as run:
-            return np.array(self._ring.runs[run][:count]) if self._copy(room, page, count, run) else None
+            return np.array(self._ring.runs[run][:count]) if self._copy(Kind.READ, room, page, count, run) else None
 
     def copy_in(self, room: int, page: int, pages: NDArray[np.float16]) -> bool:
         """At most `batch` pages from `page` on. False when the request has ended. Raises EngineError."""
         with self._run_of_pages() as run:
             np.copyto(self._ring.runs[run][: len(pages)], pages)
-            return self._copy(room, page, len(pages), run)
+            return self._copy(Kind.WRITE, room, page, len(pages), run)
 
     def measure(self) -> tuple[int, int]:
         """Pages that are free or could be evicted, and cached pages. Raises EngineError."""
@@ -108,19 +108,19 @@ class Link:
 
     @contextmanager
     def _run_of_pages(self) -> Iterator[int]:
-        """A run of the ring, in order of asking. It never takes long: the plug-in answers every COPY at once."""
+        """A run of the ring, in order of asking. It never takes long: the plug-in answers every copy at once."""
         run = self._free.get()
         try:
             yield run
         finally:
             self._free.put(run)
 
-    def _copy(self, room: int, page: int, count: int, run: int) -> bool:
+    def _copy(self, kind: Kind, room: int, page: int, count: int, run: int) -> bool:
         answer: Future[bool] = Future()
         with self._lock:
             self._copies[run] = answer
         try:
-            self.say(Message(Kind.COPY, room, page, value=count, run=run))
+            self.say(Message(kind, room, page, value=count, run=run))
             return answer.result()
         finally:
             with self._lock:

@@ -20,7 +20,8 @@ MAX_SIZE = SIZE + 4096  # eight first tokens with twenty alternatives each take 
 
 class Kind(IntEnum):
     # The worker's
-    COPY = 1  # `value` pages from `page` on, between KV pool and `run`: out of the pool on P, into it on D
+    READ = 1  # `value` pages from `page` on, out of the KV pool into `run`
+    WRITE = 5  # D: likewise, from `run` into the pool
     RELEASE = 2  # P: every wanted page was copied, the blocks may go
     COMMIT = 3  # D: every page is there, `value` is P's first token
     MEASURE = 4
@@ -30,7 +31,7 @@ class Kind(IntEnum):
     FIRST = 18  # P: the prompt is computed, `value` is the token that SGLang drew behind it, `data` an `order.First`
     ADMITTED = 19  # D: there is room; the leading `page` pages are held and pinned
     COPIED = 20
-    REFUSED = 21  # COPY: the request has ended or was aborted, nothing was copied
+    REFUSED = 21  # READ, WRITE: the request has ended or was aborted, nothing was copied
     GAUGES = 22  # `page` pages are free or could be evicted, `value` of these are cached
     LOGPROB = 23  # D: of the next token, `value`; before SGLang hands that out. `data` is packed by `pipeline.logprob`
     FAILED = 24  # `data` says why the request cannot go on, in UTF-8

@@ -36,23 +36,28 @@ class FakeTransfer:
         self.incoming: dict[int, PageArray] = {}
         self.obeyed: list[Message] = []
         self.threads: set[str] = set()
-        self.inward = False
         self.drawn: list[First] = []
 
-    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
+    def read(self, page: int, pages: NDArray[np.float16]) -> bool:
+        if not self._go(page):
+            return False
+        for at, data in enumerate(pages, page):
+            data[...] = at
+        return True
+
+    def write(self, page: int, pages: NDArray[np.float16]) -> bool:
+        if not self._go(page):
+            return False
+        self.incoming |= {at: data.copy() for at, data in enumerate(pages, page)}
+        return True
+
+    def _go(self, page: int) -> bool:
         self.began.set()
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(PATIENCE_S)
-        if self.ended:
-            return False
         if page == 99:
             raise RuntimeError("a fault of the device")
-        if self.inward:
-            self.incoming |= {at: data.copy() for at, data in enumerate(pages, page)}
-        else:
-            for at, data in enumerate(pages, page):
-                data[...] = at
-        return True
+        return not self.ended
 
     def obey(self, message: Message) -> None:
         self.obeyed.append(message)
@@ -126,7 +131,6 @@ def test_a_message_with_data_arrives_whole(ends: Ends) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 16])
 def test_pages_come_in(ends: Ends, count: int) -> None:
-    ends.transfer.inward = True
     data = np.random.default_rng(1).standard_normal((count, *PAGE.array)).astype(np.float16)
     assert ends.link.copy_in(5, 7, data)
     assert list(ends.transfer.incoming) == list(range(7, 7 + count))

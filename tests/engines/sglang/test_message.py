@@ -29,7 +29,7 @@ def test_the_round_trip_is_exact(made: Message) -> None:
 
 
 def test_the_bytes() -> None:
-    assert message.encode(Message(Kind.COPY, room=0x0102, page=3, value=16, run=7)).hex() == (
+    assert message.encode(Message(Kind.READ, room=0x0102, page=3, value=16, run=7)).hex() == (
         "01070000" "03000000" "0201000000000000" "1000000000000000"
     )  # fmt: skip
     assert message.encode(Message(Kind.FAILED, room=1, data=b"why"))[message.SIZE :] == b"why"

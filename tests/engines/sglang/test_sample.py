@@ -55,18 +55,26 @@ class Host:
         pass
 
 
-def admitted(tokens: int, *, n: int = 1, limit: int = 8, held: int = 0, **asked: Any) -> tuple[Host, SglangAdmission]:
-    """With every page imported; page i is full of i + 1."""
+def admitted(
+    tokens: int, *, n: int = 1, limit: int = 8, held: int = 0, imports: bool = True, **asked: Any
+) -> tuple[Host, SglangAdmission]:
+    """With every page imported, unless told otherwise; page i is full of i + 1."""
     host = Host()
     request = Request("h", tuple(range(tokens)), Sampling(limit, stop_token_ids=(STOP,), **asked), first_token=True)
     rooms = list(range(1, n + 1))
     admission = SglangAdmission(rooms, [request] * n, host, End(frozenset([STOP]), limit))
     admission.on_message(Message(Kind.ADMITTED, 1, held))
-    for index in range(held, admission.pages):
+    if imports:
+        import_all(admission)
+        host.copied.clear()
+    return host, admission
+
+
+def import_all(admission: SglangAdmission) -> None:
+    tokens = admission.request.transfer_tokens
+    for index in range(admission.held_pages, admission.pages):
         data = np.full(SHAPE.array, index + 1, np.float16)
         admission.import_page(Page(index, min(64, tokens - 64 * index), data))
-    host.copied.clear()
-    return host, admission
 
 
 def say(ticket: Any, *tokens: int, finished: str | None = None) -> None:
@@ -110,6 +118,27 @@ def test_logprobs_that_p_owes_are_missed() -> None:
     _, admission = admitted(70, logprobs=1)
     with pytest.raises(EngineError, match="1 first tokens came with 0 logprobs"):
         admission.decode([5])
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_kept_pages_begin_with_those_that_were_held(held: int) -> None:
+    host, admission = admitted(200, held=held, imports=False)
+    host.link.copy_out = lambda room, page, count: np.full((count, *SHAPE.array), page + 1, np.float16)
+    admission.keep_pages()
+    import_all(admission)
+    admission.keep_pages()  # too late to change anything
+    pages = list(admission.export_pages())
+    assert [(page.index, page.tokens, int(page.data.max())) for page in pages] == [
+        (0, 64, 1), (1, 64, 2), (2, 64, 3), (3, 8, 4),
+    ]  # fmt: skip
+
+
+def test_pages_that_are_gone_are_not_kept() -> None:
+    host, admission = admitted(200, held=2, imports=False)
+    host.link.copy_out = lambda *_: None
+    admission.keep_pages()
+    with pytest.raises(EngineError, match="keep_pages"):
+        admission.export_pages()
 
 
 def test_a_fault_in_the_plug_in_ends_the_text() -> None:

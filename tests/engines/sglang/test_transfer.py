@@ -60,6 +60,10 @@ class FakeManager:
     def commit(self, index: int, room: int, token: int) -> None:
         self.committed.append((index, room, token))
 
+    def held_slots(self, receiver: object, tokens: int) -> Any:
+        """Page i of a prompt lies in block 30 + i."""
+        return (np.arange(tokens // 64) + 30) * 64 if tokens else None
+
     def breathe(self) -> None:
         pass
 
@@ -96,7 +100,7 @@ def test_p_says_what_is_ready_after_each_chunk_and_the_token_before_the_last() -
         Message(Kind.READY, 9, 5),
     ]
     assert sending.poll() == KVPoll.WaitingForInput
-    assert [sending.copy(page, SLOT) for page in (0, 3, 4)] == [True] * 3
+    assert [sending.read(page, SLOT) for page in (0, 3, 4)] == [True] * 3
     assert manager.moved == [("read", 7), ("read", 5), ("read", 1)]
 
 
@@ -120,7 +124,7 @@ def test_p_keeps_its_blocks_until_it_is_released_and_copies_no_more_then() -> No
     assert sending.poll() == KVPoll.WaitingForInput
     sending.obey(Message(Kind.RELEASE, 9))
     assert sending.poll() == KVPoll.Success
-    assert not sending.copy(0, SLOT)
+    assert not sending.read(0, SLOT)
     assert manager.moved == []
     sending.clear()
     assert manager.rooms == {}
@@ -134,8 +138,8 @@ def test_a_last_chunk_without_a_page_is_sent_too(pages: int, last: bool, sends: 
 def test_pages_that_are_not_there_are_refused() -> None:
     manager = FakeManager()
     sending, receiving = sender(manager), receiver(manager, [20, 21], held_tokens=128)
-    assert not sending.copy(0, SLOT)
-    assert [receiving.copy(page, SLOT) for page in (0, 1, 2, 3, 4)] == [False, False, True, True, False]
+    assert not sending.read(0, SLOT)
+    assert [receiving.write(page, SLOT) for page in (0, 1, 2, 3, 4)] == [False, False, True, True, False]
     assert manager.moved == [("write", 20), ("write", 21)]
 
 
@@ -143,22 +147,42 @@ def test_a_run_of_pages_moves_at_once_and_none_of_it_where_one_is_not_there() ->
     manager = FakeManager()
     sending, receiving = sender(manager), receiver(manager, [20, 21, 22], held_tokens=128)
     sending.send(np.array([7, 8, 4]))
-    assert sending.copy(1, np.zeros(2, np.float16))
-    assert receiving.copy(2, np.zeros(3, np.float16))
-    assert not sending.copy(1, np.zeros(3, np.float16))
-    assert not receiving.copy(1, np.zeros(2, np.float16))
-    assert not receiving.copy(4, np.zeros(2, np.float16))
+    assert sending.read(1, np.zeros(2, np.float16))
+    assert receiving.write(2, np.zeros(3, np.float16))
+    assert not sending.read(1, np.zeros(3, np.float16))
+    assert not receiving.write(1, np.zeros(2, np.float16))
+    assert not receiving.write(4, np.zeros(2, np.float16))
     assert manager.moved == [("read", 8), ("read", 4), ("write", 20), ("write", 21), ("write", 22)]
+
+
+def test_d_gives_out_what_it_held_and_what_came() -> None:
+    """For captures, before it is committed: from the first page on, though only what it lacks is written."""
+    manager = FakeManager()
+    receiving = receiver(manager, [20, 21], held_tokens=128)
+    assert receiving.read(0, np.zeros(3, np.float16))
+    assert receiving.read(3, SLOT)
+    assert not receiving.read(3, np.zeros(2, np.float16))
+    assert manager.moved == [("read", 30), ("read", 31), ("read", 20), ("read", 21)]
+    receiving.obey(Message(Kind.COMMIT, 9, value=TOKEN))
+    assert not receiving.read(0, SLOT)
+
+
+def test_nothing_is_written_into_ps_pool() -> None:
+    manager = FakeManager()
+    sending = sender(manager, 1)
+    sending.send(np.array([7]))
+    assert not sending.write(0, SLOT)
+    assert manager.moved == []
 
 
 def test_copies_wait_for_what_was_queued_when_the_blocks_were_told() -> None:
     manager = FakeManager()
     sending, receiving = sender(manager), receiver(manager, [20], 0)
     sending.send(np.array([7]))
-    sending.copy(0, SLOT)
-    receiving.copy(0, SLOT)
+    sending.read(0, SLOT)
+    receiving.write(0, SLOT)
     sending.send(np.array([8]))
-    sending.copy(1, SLOT)
+    sending.read(1, SLOT)
     assert manager.fences == ["fence 2", "fence 1", "fence 3"]
 
 
@@ -189,7 +213,8 @@ def test_abort_waits_for_the_copy_that_runs(way: str) -> None:
     transfer = sender(manager) if way == "out" else receiver(manager, [20, 21, 22, 23, 24], 0)
     if way == "out":
         transfer.send(np.array([20, 21, 22, 23, 24]))
-    copying = Waiter(lambda: transfer.copy(1, SLOT))
+    copy = transfer.read if way == "out" else transfer.write
+    copying = Waiter(lambda: copy(1, SLOT))
     assert manager.began.wait(PATIENCE_S)
     events: list[str] = []
 
@@ -200,7 +225,7 @@ def test_abort_waits_for_the_copy_that_runs(way: str) -> None:
     aborting = Waiter(abort)
     while transfer.poll() != KVPoll.Failed:  # wanted at once, so that no further copy begins
         pass
-    assert not transfer.copy(2, SLOT)
+    assert not copy(2, SLOT)
     assert events == []
     manager.go_on.set()
     copying.join()

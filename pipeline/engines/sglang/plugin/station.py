@@ -31,10 +31,12 @@ _IDLE_S = 0.001  # what a page waits at most while nothing is computed
 class Transfer(Protocol):
     """One request's pages, as SGLang sees them. Called on the station's thread, but for `draw`."""
 
-    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
+    def read(self, page: int, pages: NDArray[np.float16]) -> bool:
         """As many as there is room for in `pages`, from `page` on. False when the request has ended: nothing was
         touched."""
         ...
+
+    def write(self, page: int, pages: NDArray[np.float16]) -> bool: ...
 
     def obey(self, message: Message) -> None:
         """RELEASE or COMMIT."""
@@ -114,7 +116,7 @@ class Station:
         if message.kind is Kind.MEASURE:
             free, cached = self._measure()
             self.say(Message(Kind.GAUGES, page=free, value=cached))
-        elif message.kind is Kind.COPY:
+        elif message.kind in (Kind.READ, Kind.WRITE):
             done = transfer is not None and self._copy(transfer, message)
             self.say(message._replace(kind=Kind.COPIED if done else Kind.REFUSED))
         elif transfer is not None:
@@ -122,7 +124,8 @@ class Station:
 
     def _copy(self, transfer: Transfer, message: Message) -> bool:
         try:
-            return transfer.copy(message.page, self.ring.runs[message.run][: message.value])
+            move = transfer.read if message.kind is Kind.READ else transfer.write
+            return move(message.page, self.ring.runs[message.run][: message.value])
         except Exception:  # the worker must get an answer: it waits for one
             _log.exception("page %d of room %d, and %d behind it", message.page, message.room, message.value - 1)
             return False

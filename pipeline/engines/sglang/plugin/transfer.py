@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,16 @@ class Manager(BaseKVManager):
         self._aux[_COUNTS][index] = 0
         self._aux[_ROOM][index].view(np.uint64)[0] = room
 
+    def held_slots(self, receiver: object, tokens: int) -> Any:
+        """Where the leading `tokens` of the prompt lie that D found in its cache: the first slot of each page, on the
+        pool's device. None for no tokens. Called while SGLang admits the request."""
+        if not tokens:
+            return None
+        queue = self._scheduler.disagg_decode_prealloc_queue.queue
+        request = next(one.req for one in queue if one.kv_receiver is receiver)
+        row = getattr(request, "kv", request).req_pool_idx  # 0.5.17 has it on the request
+        return self._scheduler.req_to_token_pool.req_to_token[row, :tokens:PAGE_TOKENS].clone()
+
     def _measure(self) -> tuple[int, int]:
         free = int(self._scheduler.token_to_kv_pool_allocator.available_size())
         cached = int(self._scheduler.tree_cache.evictable_size())
@@ -104,23 +115,30 @@ class _Transfer:
         self._after: Any = None  # the pool's fence: what happened to `_blocks` before is over once it has passed
         mgr.station.add(room, self)
 
-    def copy(self, page: int, pages: NDArray[np.float16]) -> bool:
+    def read(self, page: int, pages: NDArray[np.float16]) -> bool:
+        return self._copy(self._find(page, len(pages)), pages, self.kv_mgr.pool.read)
+
+    def write(self, page: int, pages: NDArray[np.float16]) -> bool:
+        return self._copy(self._find(page, len(pages)), pages, self.kv_mgr.pool.write)
+
+    def _find(self, page: int, count: int) -> list[int]:
+        """Blocks of as many pages, or fewer."""
+        at = page - self._first
         with self._changed:
-            at = page - self._first
-            blocks = self._blocks[at : at + len(pages)]
-            if self.conclude_state is not None or at < 0 or len(blocks) < len(pages):
+            return self._blocks[at : at + count] if at >= 0 else []
+
+    def _copy(self, blocks: list[int], pages: NDArray[np.float16], move: Callable[..., None]) -> bool:
+        with self._changed:
+            if self.conclude_state is not None or len(blocks) < len(pages):
                 return False
             self._copying = True
         try:
-            self._move(blocks, pages)
+            move(blocks, pages, self._after)
         finally:
             with self._changed:
                 self._copying = False
                 self._changed.notify_all()
         return True
-
-    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
-        raise NotImplementedError
 
     def obey(self, message: Message) -> None:
         raise NotImplementedError
@@ -183,8 +201,8 @@ class Sender(_Transfer, BaseKVSender):
             self.kv_mgr.breathe()
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
 
-    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
-        self.kv_mgr.pool.read(blocks, pages, self._after)
+    def write(self, page: int, pages: NDArray[np.float16]) -> bool:
+        return False  # what is here was computed here
 
     def obey(self, message: Message) -> None:
         with self._changed:
@@ -202,6 +220,7 @@ class Receiver(_Transfer, BaseKVReceiver):
         self.require_staging = False
         self.abort_notified = False
         self._index = -1
+        self._held: Any = None  # the first slot of each page that was there before
         self._state = KVPoll.Bootstrapping
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -215,7 +234,9 @@ class Receiver(_Transfer, BaseKVReceiver):
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
+        held = self.kv_mgr.held_slots(self, decode_prefix_len or 0)
         with self._changed:
+            self._held = held
             self._first = (decode_prefix_len or 0) // PAGE_TOKENS
             self._blocks = [int(block) for block in kv_indices]
             self._after = self.kv_mgr.pool.fence()
@@ -231,8 +252,12 @@ class Receiver(_Transfer, BaseKVReceiver):
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         self.abort()
 
-    def _move(self, blocks: list[int], pages: NDArray[np.float16]) -> None:
-        self.kv_mgr.pool.write(blocks, pages, self._after)
+    def read(self, page: int, pages: NDArray[np.float16]) -> bool:
+        """Those that were held, too: a capture wants all."""
+        held = [] if self._held is None else [slot // PAGE_TOKENS for slot in self._held.tolist()]
+        with self._changed:
+            blocks = [*held, *self._blocks][page : page + len(pages)]
+        return self._copy(blocks, pages, self.kv_mgr.pool.read)
 
     def obey(self, message: Message) -> None:
         with self._changed:
