@@ -6,7 +6,7 @@ In a stream every item is opened, told in pieces and closed again, in order; the
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.api.answer import JSON
@@ -97,14 +97,18 @@ class Call(Item):
 
 
 class ItemTeller:
-    """Tells one choice. `head` is the response object without what depends on the answer."""
+    """Tells one choice. `head` is the response object without what depends on the answer.
+
+    `measure` counts the tokens of a text.
+    """
 
     named = True
     trailer = b""
 
-    def __init__(self, head: JSON, reader: Reader) -> None:
+    def __init__(self, head: JSON, reader: Reader, measure: Callable[[str], int]) -> None:
         self._head = head
         self._reader = reader
+        self._measure = measure
         self._count = 0
         self._items: list[Item] = []
         self._open: Item | None = None
@@ -186,7 +190,8 @@ class ItemTeller:
 
     def _whole(self, relay: Relay) -> JSON:
         [finish] = relay.finishes
-        return self._response(_status(finish), _usage(relay))
+        thoughts = sum(self._measure(item.text) for item in self._items if isinstance(item, Thought))
+        return self._response(_status(finish), _usage(relay, thoughts))
 
     def _response(self, status: str, counted: JSON | None) -> JSON:
         """The last item is as complete as the response; what is in front of it is complete."""
@@ -205,12 +210,13 @@ def _status(finish: str | None) -> str:
     return "incomplete" if finish == "length" else "completed"
 
 
-def _usage(relay: Relay) -> dict[str, Any]:
+def _usage(relay: Relay, thoughts: int) -> dict[str, Any]:
+    """`thoughts`: their tokens, cut anew, without the tags around them; a model may have written the text in more."""
     counted = usage(relay.prompts)
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},  # not counted here
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": min(thoughts, counted["completion_tokens"])},
         "total_tokens": counted["total_tokens"],
     }

@@ -7,7 +7,7 @@ What is asked is translated into a chat ask, so every rule of chats holds here; 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
@@ -21,6 +21,7 @@ from pipeline.api.edge import Edge
 from pipeline.api.item import ItemTeller
 from pipeline.api.relay import Relay
 from pipeline.api.schemas import ChatAsk, Salt, Strict, TokenCount
+from pipeline.api.served import Served
 from pipeline.errors import ContextLengthError, InvalidParameterError
 
 _FORGETFUL = "nothing of an answer is kept here: send the whole conversation in `input`"
@@ -86,9 +87,13 @@ async def create(edge: Edge, http: Request) -> Answer:
     except (InvalidParameterError, ContextLengthError) as error:
         error.param = _param(error.param)
         raise
-    teller = ItemTeller(_head(edge, ask, asked, served.name), made.readers[0])
+    teller = ItemTeller(_head(edge, ask, asked, served.name), made.readers[0], _measure(served))
     telling = plan.telling(http, asked, teller, edge.pace)
     return Answer(Relay(edge.backend, served, [made.prompt], wish, traced=telling.traced), telling)
+
+
+def _measure(served: Served) -> Callable[[str], int]:
+    return lambda text: len(served.text.encode(text, add_special_tokens=False))
 
 
 def read(raw: Mapping[str, Any]) -> ResponsesAsk:

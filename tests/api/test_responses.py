@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from tokenizers import Tokenizer
 
+from pipeline.api.app import create_app
+from pipeline.api.served import Catalogue, Served
 from pipeline.api.text import Text
 from pipeline.request import Sampling
-from tests.api.conftest import EOS
+from tests.api.conftest import EOS, settings
 from tests.api.fake import FakeBackend, failure, steps
 
 pytestmark = pytest.mark.anyio
@@ -105,6 +110,24 @@ async def test_a_stream_tells_what_the_whole_answer_tells(
         pieces = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
         assert "".join(pieces) == expected
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == last["output"]
+
+
+@pytest.mark.parametrize(
+    ("written", "thoughts"), [("<think>\nWhy not? \n</think>\n\nSo.", "Why not?"), ("So.", ""), ("<think>Why", "Why")]
+)
+async def test_tokens_of_thoughts_are_counted(
+    model: Served, backend: FakeBackend, checkpoint: Path, ids: Ids, written: str, thoughts: str
+) -> None:
+    """The same number in a stream; the tags and the answer are not among them."""
+    text = Text(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "{{ messages[0].content }}<think></think>")
+    app = create_app(settings(checkpoint), Catalogue([replace(model, text=text)]), backend)
+    backend.scripts = [steps([*ids(written), EOS], "stop")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        whole = await create(client, input="Hi")
+        last = (await stream(client, input="Hi"))[-1]["response"]
+    assert whole["usage"]["output_tokens"] == len(ids(written)) + 1
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": len(ids(thoughts)) if thoughts else 0}
+    assert last["usage"] == whole["usage"]
 
 
 def _without(item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

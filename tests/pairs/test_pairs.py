@@ -64,7 +64,7 @@ def test_held_pages_do_not_move(fleet: System, asked: dict[int, Asked], pair: st
 
 <<<<<<< HEAD
 # What a request may ask beside a temperature: both engines must have it where P draws D's first token.
-SHAPED = ["vllm->sglang", "mlx->sglang", "sglang->sglang", "sglang->mlx"]
+SHAPED = ["vllm->sglang", "mlx->sglang", "sglang->sglang"]
 SHAPE = Sampling(6, logit_bias=((77, 2.5), (300, -3.0)), presence_penalty=1.5, repetition_penalty=1.3)
 ANSWER = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
 
