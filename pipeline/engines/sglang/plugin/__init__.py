@@ -8,6 +8,7 @@ shares our environment is left alone. Only SGLang's own registration points are 
 from __future__ import annotations
 
 import os
+import pkgutil
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from pipeline.engines.sglang.message import ADDRESS
 
 NAME = "crossfill"
+_SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_QUEUED = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+_SAMPLED = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 
 
 def register() -> None:
@@ -31,7 +35,8 @@ def register() -> None:
     draws = Draws()
 
     def introduce(_: Any, scheduler: Any) -> None:
-        """What drew and what moves pages get to know the scheduler that they serve."""
+        """What draws and what moves pages get to know the scheduler that they serve."""
+        require_hooked(_SEEDS, _QUEUED, _SAMPLED)
         manager = _manager(scheduler)
         arguments = scheduler.server_args
         draws.attend(manager.station, Path(arguments.model_path), prefills=arguments.disaggregation_mode == "prefill")
@@ -43,12 +48,22 @@ def register() -> None:
     )
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_disaggregation", introduce, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", add_seeds, HookType.AFTER
-    )
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", draws.take, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.sample", draws.sample, HookType.AROUND)
+    HookRegistry.register(_SEEDS, add_seeds, HookType.AFTER)
+    HookRegistry.register(_QUEUED, draws.take, HookType.BEFORE)
+    HookRegistry.register(_SAMPLED, draws.sample, HookType.AROUND)
     server_args.add_disagg_transfer_backend_choices([NAME])
+
+
+def require_hooked(*targets: str) -> None:
+    """Raise RuntimeError where SGLang has not put a hook around one of `targets`: it would only log that, and requests
+    would be drawn as if nothing had been asked."""
+    for target in targets:
+        try:
+            hooked = hasattr(pkgutil.resolve_name(target), "__wrapped__")
+        except AttributeError:
+            hooked = False
+        if not hooked:
+            raise RuntimeError(f"this SGLang has no {target} that can be hooked: Crossfill needs another version")
 
 
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
