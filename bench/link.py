@@ -19,22 +19,33 @@ from pathlib import Path
 
 BURST_BYTES = 128 << 10  # at 1 Gb/s a millisecond: what a timer of the kernel can be late
 QUEUE_MS = 20
+NAME = "bench"  # and a number: the namespace
 _NEWNET = 0x40000000
 SHAPED = {"85 MB/s": 85e6, "1 Gb/s": 125e6}  # what the original was measured on, and the usual office network
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`near` is this host's address, `far` the namespace's. `bytes_per_s` counts Ethernet frames, headers too."""
+    """`near` is this host's address, `far` the namespace's. Rates count Ethernet frames, headers too."""
 
     namespace: str
     near: str
     far: str
-    bytes_per_s: float
 
     @property
     def command(self) -> list[str]:
         return ["ip", "netns", "exec", self.namespace]
+
+    def reshape(self, bytes_per_s: float) -> None:
+        """Another rate, both ways, for what is sent from here on."""
+        for prefix, device in self._ends:
+            _run(*prefix, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *_bucket(bytes_per_s))
+
+    @property
+    def _ends(self) -> tuple[tuple[list[str], str], ...]:
+        """How to reach each end, and its device."""
+        number = self.namespace.removeprefix(NAME)
+        return ([], f"bn{number}"), (self.command, f"bf{number}")
 
     def enter(self) -> None:
         """This thread, and all that it starts from here on, lives on the far host. Raises OSError."""
@@ -51,10 +62,11 @@ def shaped(bytes_per_s: float, number: int = 0) -> Iterator[Link]:
         raise RuntimeError(f"no shaped link: {why}")
     unique = (os.getpid() % (1 << 12)) << 2 | number
     third, fourth = unique >> 6, (unique & 63) << 2
-    link = Link(f"bench{unique}", f"198.18.{third}.{fourth + 1}", f"198.18.{third}.{fourth + 2}", bytes_per_s)
+    link = Link(f"{NAME}{unique}", f"198.18.{third}.{fourth + 1}", f"198.18.{third}.{fourth + 2}")
     _run("ip", "netns", "add", link.namespace)
     try:
-        _connect(link, f"bn{unique}", f"bf{unique}")
+        _connect(link)
+        link.reshape(bytes_per_s)
         yield link
     finally:
         _run("ip", "netns", "del", link.namespace)  # takes both ends along
@@ -74,15 +86,17 @@ def missing() -> str:
     return ""
 
 
-def _connect(link: Link, near: str, far: str) -> None:
+def _connect(link: Link) -> None:
+    (_, near), (_, far) = link._ends
     _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", link.namespace)
-    prefix: list[str]
-    for prefix, device, address in (([], near, link.near), (link.command, far, link.far)):
+    for (prefix, device), address in zip(link._ends, (link.near, link.far), strict=True):
         _run(*prefix, "ip", "address", "add", f"{address}/30", "dev", device)
         _run(*prefix, "ip", "link", "set", device, "up")
-        rate = ("rate", f"{int(link.bytes_per_s * 8)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
-        _run(*prefix, "tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
     _run(*link.command, "ip", "link", "set", "lo", "up")
+
+
+def _bucket(bytes_per_s: float) -> list[str]:
+    return ["rate", f"{int(bytes_per_s * 8)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"]
 
 
 def _run(*command: str) -> None:

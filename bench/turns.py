@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from tokenizers import Tokenizer
 from bench import report
 from bench.client import Sample, stream
 from bench.fleet import fleet
+from bench.report import Target
 from bench.ttft import prompt
 
 COLUMNS = ("turn", "route", "prompt_tokens", "held_tokens", "pages", "ttft_ms", "prefill_alone_ms", "added_ms")
+ADDED_MS = 25.0
 
 
 def talk(
@@ -53,6 +57,7 @@ def rows(talks: dict[str, list[Sample]], a: str, b: str) -> list[dict[str, Any]]
                     "prompt_tokens": sample.prompt_tokens,
                     "held_tokens": sample.trace["reused_tokens"],
                     "pages": sample.trace["pages"],
+                    "bytes": sample.trace["bytes"],
                     "ttft_ms": sample.ttft_ms,
                     "prefill_alone_ms": alone,
                     "added_ms": sample.ttft_ms - alone - step,
@@ -61,7 +66,26 @@ def rows(talks: dict[str, list[Sample]], a: str, b: str) -> list[dict[str, Any]]
     return found
 
 
-def main() -> None:
+def talks(client: httpx.Client, tokenizer: Tokenizer, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same conversation with each engine alone and over both directions, as rows."""
+    a, b = options.engines.split(",")
+    routes = (f"local:{a}", f"local:{b}", f"{a}->{b}", f"{b}->{a}")
+    return rows({route: talk(client, options.model, tokenizer, route, options) for route in routes}, a, b)
+
+
+def targets(found: list[dict[str, Any]]) -> list[Target]:
+    """What later turns add, per direction: the median over them. On the loopback no wire time is taken off."""
+    later: dict[str, list[float]] = {}
+    for row in found:
+        if row["turn"] > 1:
+            later.setdefault(row["route"], []).append(row["added_ms"])
+    return [
+        Target(f"{route}: added by a later turn", statistics.median(added), ADDED_MS, "ms")
+        for route, added in later.items()
+    ]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--first", type=int, default=600)
@@ -69,21 +93,27 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--engines", default="vllm,mlx")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     a, b = options.engines.split(",")
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    routes = [f"local:{a}", f"local:{b}", f"{a}->{b}", f"{b}->{a}"]
     with (
-        tempfile.TemporaryDirectory() as run,
-        fleet(options.model, (a, b), Path(run), 64) as system,
+        tempfile.TemporaryDirectory() as directory,
+        fleet(options.model, (a, b), Path(directory), 64) as system,
         httpx.Client(base_url=system.url, timeout=600) as client,
     ):
-        stream(client, options.model.name, prompt(tokenizer, 0, 80), routes[2], 4)
-        talks = {route: talk(client, options.model, tokenizer, route, options) for route in routes}
-    found = rows(talks, a, b)
-    report.table("a chat, turn by turn", COLUMNS, [[row[column] for column in COLUMNS] for row in found])
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    print("written:", report.save("turns", {"question": "cost of a turn", "options": asked, "rows": found}))
+        stream(client, options.model.name, prompt(tokenizer, 0, 80), f"{a}->{b}", 4)
+        found = talks(client, tokenizer, options)
+    asked = report.options(options)
+    return {"question": "cost of a turn", "options": asked, "rows": found, "targets": report.rows(targets(found))}
+
+
+def main() -> None:
+    result = run(parse(sys.argv[1:]))
+    report.table("a chat, turn by turn", COLUMNS, [[row[column] for column in COLUMNS] for row in result["rows"]])
+    report.finish("turns", result)
 
 
 if __name__ == "__main__":

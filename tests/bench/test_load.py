@@ -53,3 +53,13 @@ def test_prompts_are_seeded_and_every_second_one_shares_a_prefix() -> None:
         half = min(len(made[index]) // 2, 64)
         assert any(made[index][:half] == earlier[:half] for earlier in made[:index])
     assert len({tuple(ids) for ids in made}) == 8
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("models/tiny-llama").exists(), reason="no tiny model: `make models`")
+def test_a_small_system_under_load() -> None:
+    words = "--engines reference,mlx --model models/tiny-llama --clients 2 --requests 3 --prompts 70,140 --answer 4"
+    result = load.run(load.parse(words.split()))
+    assert [row["case"] for row in result["rows"]] == [load.HANDOFF, load.PREFILL, load.UNCACHED, load.CACHED]
+    assert {row["requests"] for row in result["rows"]} == {load.FEWEST}
+    assert all(row["tokens_per_s"] > 0 and row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 for row in result["rows"])

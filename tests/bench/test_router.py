@@ -18,6 +18,7 @@ def test_regret_is_never_below_zero_and_the_router_beats_both_habits_over_the_gr
     assert min(row["regret_percent"] for row in rows) >= 0
     assert min(overall["local_better_percent"], overall["remote_better_percent"]) >= 30
     assert overall["mean_regret_percent"] <= 10
+    assert all(target.reached for target in router.targets(overall))
     for habit in ("always_local_percent", "always_remote_percent"):
         assert overall["mean_regret_percent"] < sum(row[habit] for row in rows) / len(rows)
 

@@ -7,7 +7,7 @@ from bench.client import Sample
 
 
 def _talk(route: str, *ttfts: float) -> list[Sample]:
-    trace = {"reused_tokens": 64, "pages": 2}
+    trace = {"reused_tokens": 64, "pages": 2, "bytes": 1000}
     return [Sample(route, 100 * (i + 1), ttft, 5.0, 4, trace) for i, ttft in enumerate(ttfts)]
 
 
@@ -26,3 +26,14 @@ def test_added_is_over_the_prefill_engine_in_the_same_turn_and_one_step_of_d() -
         ("b->a", 2, -3.0),
     ]
     assert rows[0]["held_tokens"] == 64
+
+
+def test_a_target_is_the_median_of_later_turns() -> None:
+    added = {"a->b": (500.0, 20.0, 24.0, 90.0), "b->a": (0.0, 26.0)}
+    rows = [
+        {"route": route, "turn": turn, "added_ms": each}
+        for route, turns_ in added.items()
+        for turn, each in enumerate(turns_, start=1)
+    ]
+    found = turns.targets(rows)
+    assert [(target.measured, target.reached) for target in found] == [(24.0, True), (26.0, False)]
