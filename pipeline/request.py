@@ -15,6 +15,7 @@ from typing import Final
 FEATURES: Final = ("logprobs", "penalties", "min_p", "logit_bias", "min_tokens", "grammar", "n")
 MAX_LOGPROBS: Final = 20
 MAX_SAMPLES: Final = 8
+_RESUMED: Final = ("answered", "again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,6 @@ class Sampling:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
-    def resumable(self) -> bool:
-        """Whether an answer cut off after some tokens can be continued as prompt + tokens: nothing of it depends on
-        which of them were prompt, and there is one answer only."""
-        return self.n == 1 and self.grammar is None and not (self.presence_penalty or self.frequency_penalty)
-
-    @property
     def needs(self) -> frozenset[str]:
         """The FEATURES that the engines must have for this."""
         asked = {
@@ -76,6 +71,9 @@ class Request:
     `stop_token_ids` of the sampling already contains the model's end-of-sequence ids unless the client asked
     to ignore them: D stops on these ids and emits the one it stopped on. `first_token`: D's engine cannot compute a
     prompt token, so it gets the KV of all of them, and P draws the first token with this request's own sampling.
+
+    The last two are of a continuation (`resumed`); the record has the client's request. `answered`: how many of the
+    last `token_ids` are answer, for the grammar and the penalties. `again`: what each of several samples has said.
     """
 
     handoff_id: str
@@ -83,6 +81,8 @@ class Request:
     sampling: Sampling
     salt: str = ""
     first_token: bool = False
+    answered: int = 0
+    again: tuple[tuple[int, ...], ...] = ()
 
     @property
     def transfer_tokens(self) -> int:
@@ -90,19 +90,30 @@ class Request:
         return len(self.token_ids) - (not self.first_token)
 
 
-def resumed(request: Request, emitted: Sequence[int]) -> Request:
-    """`request` as whoever continues it must see it: what was answered so far is prompt, and counts as answered."""
+def resumed(request: Request, said: Sequence[Sequence[int]]) -> Request:
+    """`request` as whoever continues it must see it; `said`: the tokens of each sample so far.
+
+    One sample's become prompt, which costs a prefill, and count as answered. Several part behind one prompt, and its KV
+    is all that comes from outside: they are said again, token for token, which costs a step for each.
+    """
+    if len(said) > 1:
+        return replace(request, again=tuple(map(tuple, said))) if any(said) else request
+    emitted = said[0] if said else ()
     before = request.sampling
     sampling = replace(
         before,
         max_tokens=before.max_tokens - len(emitted),
         min_tokens=max(0, before.min_tokens - len(emitted)),
     )
-    return replace(request, token_ids=(*request.token_ids, *emitted), sampling=sampling)
+    return replace(
+        request, token_ids=(*request.token_ids, *emitted), sampling=sampling, answered=request.answered + len(emitted)
+    )
 
 
 def encode(request: Request) -> str:
-    return json.dumps(asdict(request), separators=(",", ":"))
+    """What a continuation alone has is left out where there is none: as requests were before there were any."""
+    fields = {name: value for name, value in asdict(request).items() if name not in _RESUMED or value}
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def decode(text: str | bytes) -> Request:
@@ -117,4 +128,6 @@ def decode(text: str | bytes) -> Request:
         sampling=Sampling(**sampling),
         salt=raw["salt"],
         first_token=raw["first_token"],
+        answered=raw.get("answered", 0),
+        again=tuple(tuple(said) for said in raw.get("again", ())),
     )

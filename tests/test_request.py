@@ -121,20 +121,22 @@ def test_what_is_no_request_is_refused(raw: str) -> None:
 
 def test_what_is_continued_counts_what_was_said_as_prompt_and_as_answered() -> None:
     asked = Request("ab", (1, 2), Sampling(max_tokens=5, min_tokens=2, seed=7), salt="s", first_token=True)
-    goes_on = Request("ab", (1, 2, 8, 9, 8), Sampling(max_tokens=2, min_tokens=0, seed=7), salt="s", first_token=True)
-    assert request.resumed(asked, [8, 9, 8]) == goes_on
-    assert request.resumed(asked, []) == asked
+    goes_on = Request(
+        "ab", (1, 2, 8, 9, 8), Sampling(max_tokens=2, min_tokens=0, seed=7), salt="s", first_token=True, answered=3
+    )
+    assert request.resumed(asked, [[8, 9, 8]]) == goes_on
+    assert request.resumed(asked, [[]]) == asked
 
 
-@pytest.mark.parametrize(
-    ("sampling", "resumable"),
-    [
-        ({"repetition_penalty": 1.2, "min_tokens": 3, "logprobs": 2, "seed": 1}, True),
-        ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": -0.1}, False),
-        ({"grammar": "{}"}, False),
-        ({"n": 2}, False),
-    ],
-)
-def test_an_answer_is_resumable_where_nothing_counts_only_samples(sampling: dict[str, Any], resumable: bool) -> None:
-    assert Sampling(max_tokens=5, **sampling).resumable is resumable
+def test_several_samples_are_said_again_behind_the_prompt_they_share() -> None:
+    asked = Request("ab", (1, 2), Sampling(max_tokens=5, n=3, seed=7))
+    goes_on = request.resumed(asked, [[8, 9], [], [7]])
+    assert goes_on == Request("ab", (1, 2), Sampling(max_tokens=5, n=3, seed=7), again=((8, 9), (), (7,)))
+    assert request.resumed(asked, [[], [], []]) == asked
+
+
+@pytest.mark.parametrize("said", [[[8, 9]], [[8], [], [9, 7]]])
+def test_a_continuation_comes_back(said: list[list[int]]) -> None:
+    goes_on = request.resumed(Request("ab", (1, 2), Sampling(max_tokens=5, n=len(said))), said)
+    assert request.decode(request.encode(goes_on)) == goes_on
+    assert "again" not in request.encode(Request("ab", (1, 2), Sampling(max_tokens=5, n=2)))

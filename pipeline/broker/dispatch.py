@@ -87,10 +87,6 @@ class Dispatch:
                 return None
             sampling = record.request.sampling
             tokens = len(record.request.token_ids) + sampling.max_tokens - 1
-            if record.number("tokens") and not sampling.resumable:
-                raise NoReplicaError(
-                    "an answer under a grammar or a penalty, or of several samples, cannot be continued"
-                )
             route = routing.take_over(self.registry.list(), record.contract, tokens, _route(record), sampling.needs)
             deaths = {f"{LOST}{role}_{record.attempt(role)}": worker for role, worker in lost.items()}
             self._require_harmless(record, deaths)

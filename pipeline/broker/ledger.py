@@ -216,10 +216,13 @@ class Ledger:
             return record.request
         with translate():
             raw: Any = self._client.lrange(keys.HandoffKeys(record.handoff_id).tokens, 0, -1)
-        emitted = [token for entry in raw for token in channel.decode(entry).token_ids]
-        if len(emitted) < record.resumed:
+        said = [list[int]() for _ in range(record.request.sampling.n)]
+        entries = [entry for entry in map(channel.decode, raw) if entry.seq < record.resumed]
+        for entry in entries:
+            said[entry.sample % len(said)] += entry.token_ids
+        if sum(map(len, said)) != record.resumed:
             raise BrokerError(f"the token log of handoff {record.handoff_id} has lost entries: it cannot go on")
-        return requests.resumed(record.request, emitted[: record.resumed])
+        return requests.resumed(record.request, said)
 
     def peek(self, handoff_id: str) -> Snapshot | None:
         """State and the small fields, without the prompt; None when it is gone."""
@@ -268,7 +271,10 @@ class Ledger:
         self._run_advance(handoff_id, role, attempt, "", publish, fields)
 
     def emit(self, handoff_id: str, attempt: int, entry: TokenEntry, fields: Fields | None = None) -> State:
-        """Append tokens (and the terminal, when the entry is the last). Errors as `advance`."""
+        """Append tokens (and the terminal, when the entry is the last). Errors as `advance`.
+
+        May be repeated after a BrokerError: an entry that is there already is not appended again.
+        """
         event = Event.FINISH if entry.last else Event.EMIT
         status, state = self._emit(handoff_id, str(attempt), entry, event, "", fields or {})
         _require(handoff_id, status, state, event)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from pipeline import log
 from pipeline.cli import config, lifeline
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EngineError
 from pipeline.settings import Settings, WorkerSettings
 
 DESCRIBING = ("engine", "model", "role", "slots")
@@ -39,16 +39,20 @@ def run(options: argparse.Namespace) -> None:
     from pipeline.workers import runtime  # here, so that no other command loads an engine's environment
 
     log.setup(settings.observe.log_format, worker.name)
-    runtime.run(settings, worker)
-    _leave()
+    try:
+        runtime.run(settings, worker)
+    except EngineError as error:
+        print(f"crossfill: {error.code}: {error}", file=sys.stderr)
+        _leave(1)
+    _leave(0)
 
 
-def _leave() -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """End at once: everything is drained and closed, and taking down an interpreter full of torch lasts ten seconds."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def choose(settings: Settings, options: argparse.Namespace) -> WorkerSettings:

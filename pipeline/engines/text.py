@@ -53,6 +53,7 @@ class Change:
 
 
 _NONE: Ids = np.empty(0, np.int64)
+_NO_VALUES: Values = np.empty(0, np.float32)
 
 
 class Text:
@@ -67,7 +68,11 @@ class Text:
         limit: int,
         seed: int,
         matcher: Matcher | None = None,
+        answered: int = 0,
+        again: Sequence[int] = (),
     ) -> None:
+        """The last `answered` ids of the prompt are answer; `matcher` is behind them. `again`: the first tokens must be
+        these, whatever is likely."""
         self.sampling = sampling
         self.seed = seed
         self.tokens: list[int] = []
@@ -77,7 +82,8 @@ class Text:
         self._matcher = matcher
         ends = matcher.eos_token_ids if matcher else ()  # a text that matches whole must end, whatever was asked for
         self.stops = frozenset((*sampling.stop_token_ids, *ends))
-        self._counts: Counter[int] = Counter()
+        self._again = again
+        self._counts = Counter(prompt[len(prompt) - answered :])
         repeats = sampling.repetition_penalty != 1
         self._seen = set(prompt) if repeats else None
         self._repeated: Ids = np.unique(np.array(prompt, np.int64)) if repeats else _NONE
@@ -94,12 +100,14 @@ class Text:
     def changes(self) -> bool:
         """Whether `change` depends on the tokens so far, or may be other than None."""
         sampling = self.sampling
-        return bool(sampling.penalised or len(self._biased) or sampling.min_tokens > 0 or self._matcher)
+        return bool(sampling.penalised or len(self._biased) or sampling.min_tokens > 0 or self._matcher or self._again)
 
     def change(self) -> Change | None:
         """What the next token's logits go through first; None: nothing."""
         if not self.changes:
             return None
+        if len(self.tokens) < len(self._again):
+            return self._only(self._again[len(self.tokens)])
         allowed = self._allowed()
         return Change(
             biased=self._biased,
@@ -125,6 +133,10 @@ class Text:
             self._matcher.consume(token_id)
         return "length" if len(self.tokens) >= self._limit else None
 
+    def _only(self, token_id: int) -> Change:
+        allowed = np.arange(self._vocab_size) == token_id
+        return Change(_NONE, _NO_VALUES, _NONE, 1.0, _NONE, _NO_VALUES, allowed, _NONE)
+
     def _penalty(self) -> Values:
         counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
         return self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
@@ -147,7 +159,9 @@ class Text:
 
 def texts(request: Request, vocab_size: int, compiler: Compiler, entropy: Callable[[], int], limit: int) -> list[Text]:
     """One for each sample. Compiles the grammar: for the thread of a job. Raises InvalidParameterError."""
-    sampling = request.sampling
+    sampling, answered = request.sampling, request.answered
+    emitted = request.token_ids[len(request.token_ids) - answered :]
+    again = request.again or ((),) * sampling.n
     return [
         Text(
             request.token_ids,
@@ -155,7 +169,9 @@ def texts(request: Request, vocab_size: int, compiler: Compiler, entropy: Callab
             vocab_size,
             limit=limit,
             seed=entropy() if sampling.seed is None else sampling.seed + sample,
-            matcher=compiler.matcher(sampling.grammar) if sampling.grammar is not None else None,
+            matcher=compiler.matcher(sampling.grammar, emitted) if sampling.grammar is not None else None,
+            answered=answered,
+            again=again[sample],
         )
         for sample in range(sampling.n)
     ]

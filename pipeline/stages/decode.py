@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 from pipeline.broker import stream
 from pipeline.broker.channel import TokenEntry
@@ -19,6 +20,10 @@ from pipeline.handoff import Attempts, Event
 from pipeline.page import PAGE_TOKENS, page_count
 from pipeline.stages.drain import Part, Services, insist, taking_part
 from pipeline.stages.transfer import NO_TOKENS, Transfer, TransferError
+
+# A lost reply costs the longest wait for one, 5 s, and then the same entry is sent again. Whoever is cut off for longer
+# has lost its lease, and what it holds in the engine is better given back.
+EMIT_S = 15.0
 
 
 def run(services: Services, engine: Engine, handoff_id: str) -> dict[str, object]:
@@ -108,12 +113,16 @@ def _commit(part: Part, *, held: int, imported: int) -> None:
 
 def _emit(part: Part, steps: Iterable[TokenStep]) -> int:
     """Log every step; the last one of the last sample and the terminal are one write. What was emitted before a
-    takeover counts on."""
+    takeover counts on, and is not logged again where it is said again."""
     ledger, sent, running = part.services.ledger, part.record.resumed, part.request.sampling.n
+    again = [len(said) for said in part.request.again] or [0] * running
     held_tokens = min(int(part.fields["reused_tokens"]), len(part.record.request.token_ids))
-    for step in steps:
+    for said in steps:
+        running -= said.finish is not None
+        step = _fresh(said, again)
+        if step is None:
+            continue
         part.mark("first_token")
-        running -= step.finish is not None
         if not running:
             part.mark("finished")
         entry = TokenEntry(
@@ -126,6 +135,21 @@ def _emit(part: Part, steps: Iterable[TokenStep]) -> int:
             more=step.finish is not None and running > 0,
         )
         fields = None if running and sent > part.record.resumed else part.fields
-        ledger.emit(part.handoff_id, part.attempt, entry, fields)
+        insist(partial(ledger.emit, part.handoff_id, part.attempt, entry, fields), EMIT_S)
         sent += len(step.token_ids)
     return sent
+
+
+def _fresh(step: TokenStep, again: list[int]) -> TokenStep | None:
+    """`step` without what its sample says `again`: so many tokens still, which is counted down. None: nothing is new.
+
+    A sample that had finished finishes again with its last token.
+    """
+    known = min(again[step.sample], len(step.token_ids))
+    if not known:
+        return step
+    again[step.sample] -= known
+    if known == len(step.token_ids):
+        return None
+    logprobs = None if step.logprobs is None else step.logprobs[known:]
+    return replace(step, token_ids=step.token_ids[known:], logprobs=logprobs)

@@ -48,7 +48,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a worker process brings to every job. `pages` is a client of the page server."""
+    """What a worker process brings to every job. `pages` is a client of the page server.
+
+    `resigned` asks whether this worker's engine has ended; by the time it says so, the worker has given up its lease.
+    """
 
     worker: str
     contract: Contract
@@ -60,6 +63,7 @@ class Services:
     pages: Redis
     observer: Observer = field(default_factory=lambda: Observer(Metrics("worker")))
     share: ImportShare = field(default_factory=ImportShare)
+    resigned: Callable[[], bool] = lambda: False
 
 
 class PrefillFailedError(PeerError):
@@ -128,8 +132,12 @@ def require_wanted(seen: Snapshot) -> None:
 def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Part]:
     """Enter, yield the part, leave. Raises what the work raised, after the ledger knows of it.
 
-    HandoffCancelledError when the handoff is gone, over, or its API process is dead.
+    HandoffCancelledError when the handoff is gone, over, or its API process is dead. When the engine ends, the worker
+    leaves as the dead do: by a janitor's hand, so that another one goes on and the death counts.
     """
+    dead = services.resigned()
+    if dead and role == "decode":
+        raise HandoffCancelledError(f"the engine has ended: another decode worker takes handoff {handoff_id}")
     with services.signals.watch(handoff_id) as watch:
         token = secrets.token_hex(8)
         attempt, record = insist(lambda: services.ledger.enter(handoff_id, role, services.worker, token))
@@ -145,7 +153,8 @@ def taking_part(services: Services, handoff_id: str, role: Role) -> Iterator[Par
             insist(lambda: _drained(part))
             raise
         except Exception as error:
-            _failed(part, error)
+            if dead or not services.resigned():  # what a dead engine never took up is nobody's death
+                _failed(part, error)
             raise
         insist(lambda: _leave(part))
 
@@ -181,12 +190,12 @@ def _failed(part: Part, error: Exception) -> None:
         insist(lambda: _leave(part, info))
 
 
-def insist(step: Callable[[], T]) -> T:
+def insist(step: Callable[[], T], limit_s: float | None = None) -> T:
     """Repeat an idempotent step while the broker is away: a worker that lives must not look as if it still worked.
 
-    Raises BrokerError after INSIST_S; by then the record's TTL ends it.
+    Raises BrokerError after `limit_s`, or INSIST_S: by then the record's TTL ends it.
     """
-    deadline = time.monotonic() + INSIST_S
+    deadline = time.monotonic() + (INSIST_S if limit_s is None else limit_s)
     while True:
         try:
             return step()

@@ -54,7 +54,8 @@ _WARM_TOKENS = 80  # more than one page, so that export and import are warm too
 
 
 def run(settings: Settings, worker: WorkerSettings) -> None:
-    """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start."""
+    """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start;
+    what ended the engine, where it ends by itself."""
     client = connect(settings.broker.url)
     with ExitStack() as stack:
         chosen = worker.engine_settings.model_copy(update={"role": worker.role, "held_pages": _held_pages(worker)})
@@ -70,7 +71,10 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
         while not stop.wait(_BEAT_S) and not replica.broken:
             pass
         _log.info("replica %s drains", worker.name)
+        ended = engine.failure
         replica.close()
+    if ended is not None:
+        raise ended
 
 
 def _held_pages(worker: WorkerSettings) -> int:
@@ -143,10 +147,13 @@ class Runtime:
             observer=Observer(metrics, tracing.connect(settings.observe, worker.name, clock.now_ms)),
             # Prompts that are computed here need the other half (and `held_pages` keeps those to it).
             share=ImportShare(engine.capabilities.kv_tokens // 2 if worker.role == "both" else 0),
+            resigned=self._resigned,
         )
         metrics.add_source(self._readings)
         self._end_metrics: Callable[[], None] = lambda: None
         self._lost = threading.Event()  # another process took our name: stop serving under it
+        self._lease = threading.Lock()  # whoever renews our lease, or gives it up
+        self._holds_lease = False
         self._draining = False
         self._unwanted = False  # an operator wants this replica to take nothing new
         self._stop = threading.Event()
@@ -163,6 +170,7 @@ class Runtime:
             serve = self._services.observer.metrics.serve
             self._end_metrics = serve(self._worker.metrics_host, self._worker.metrics_port)
         self._registry.register(self._replica(), self._worker.lease_s)
+        self._holds_lease = True
         self._signals.start()
         self._heart.start()
         self._keeper.start()
@@ -176,6 +184,19 @@ class Runtime:
         if engine is not None:
             _log.error("the engine has ended: %s", engine)
         return self._lost.is_set() or engine is not None or not all(thread.is_alive() for thread in self._threads)
+
+    def _resigned(self) -> bool:
+        """Whether the engine has ended. Then we take nothing more and our lease ends here and now: what we had is taken
+        out of our hands by whoever sees that, as it is of the dead."""
+        if self._engine.failure is None:
+            return False
+        for taker in self._takers.values():
+            taker.request_stop()
+        with self._lease, contextlib.suppress(BrokerError):  # else it ends by itself: nobody renews it
+            if self._holds_lease:
+                self._holds_lease = False
+                self._registry.withdraw(self._worker.name)
+        return True
 
     def close(self) -> None:
         """Take nothing new, finish what runs within the grace, leave the rest to others, then leave the registry."""
@@ -316,7 +337,10 @@ class Runtime:
         )
 
     def _renew(self) -> None:
-        unwanted = self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
+        with self._lease:
+            if not self._holds_lease:
+                return
+            unwanted = self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
         if unwanted or self._unwanted:
             self._heed(unwanted)
         for handoff_id in self._signals.active():

@@ -263,17 +263,12 @@ def test_nobody_can_take_over(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"grammar": "{}"}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}])
-def test_what_depends_on_which_tokens_were_prompt_is_not_continued_but_begun_anew(
-    scene: Scene, more: dict[str, Any]
-) -> None:
-    features = frozenset(FEATURES)
-    scene.register("mac-1", "mlx", "decode", features=features)
-    sampling = replace(SAMPLING, **more)
-    said, silent = scene.at_work(1, sampling), scene.at_work(0, sampling)
+def test_an_answer_of_any_kind_is_continued(scene: Scene, more: dict[str, Any]) -> None:
+    scene.register("mac-1", "mlx", "decode", features=frozenset(FEATURES))
+    handoff = scene.at_work(1, replace(SAMPLING, **more))
     scene.die("mac-0")
-    with pytest.raises(NoReplicaError, match="cannot be continued"):
-        scene.dispatch.take_over(said, 1, {})
-    assert scene.dispatch.take_over(silent, 1, {}) is True
+    assert scene.dispatch.take_over(handoff, 1, {}) is True
+    assert scene.record(handoff).resumed == 1
 
 
 def test_who_takes_over_can_do_what_was_asked(scene: Scene) -> None:

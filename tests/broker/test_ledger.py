@@ -228,11 +228,58 @@ def test_whoever_goes_on_reads_what_was_emitted_before(ledger: Ledger, handoff: 
     assert ledger.request_of(record) == record.request
     taken = replace(record, fields={**record.fields, "resumed": "2"})
     assert ledger.request_of(taken) == replace(
-        record.request, token_ids=(1, 2, 3, 11, 12), sampling=replace(record.request.sampling, max_tokens=2)
+        record.request,
+        token_ids=(1, 2, 3, 11, 12),
+        sampling=replace(record.request.sampling, max_tokens=2),
+        answered=2,
     )
     redis_client.ltrim(keys.HandoffKeys(handoff).tokens, 2, -1)
     with pytest.raises(BrokerError, match="has lost entries"):
         ledger.request_of(taken)
+
+
+def test_samples_are_told_apart_for_whoever_goes_on(ledger: Ledger) -> None:
+    request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4, n=2))
+    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: None)
+    _, d = _admit(ledger, request.handoff_id)
+    ledger.advance(request.handoff_id, "decode", d, Event.COMMIT)
+    ledger.emit(request.handoff_id, d, TokenEntry(0, (11,)))
+    ledger.emit(request.handoff_id, d, TokenEntry(1, (21, 22), finish="stop", sample=1, more=True))
+    ledger.emit(request.handoff_id, d, TokenEntry(3, (12,)))
+    record = ledger.load(request.handoff_id)
+    assert record is not None
+    taken = replace(record, fields={**record.fields, "resumed": "4"})
+    assert ledger.request_of(taken) == replace(request, again=((11, 12), (21, 22)))
+
+
+def test_an_entry_whose_reply_was_lost_is_sent_again_and_appended_once(
+    ledger: Ledger, handoff: str, redis_client: Redis
+) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    log = keys.HandoffKeys(handoff).tokens
+    with redis_client.pubsub() as told:
+        told.subscribe(keys.HandoffKeys(handoff).notify)
+        for entry, state in (
+            (TokenEntry(0, (5, 5)), State.DECODING),
+            (TokenEntry(2, (5,)), State.DECODING),
+            (TokenEntry(3, (5,), finish="stop", held_tokens=0), State.FINISHED),
+        ):
+            assert [ledger.emit(handoff, d, entry) for _ in range(3)] == [state] * 3
+            assert redis_client.lindex(log, -1) == entry.encode().encode()
+        heard = [message for _ in range(8) if (message := told.get_message(timeout=0.2))]
+    assert redis_client.llen(log) == 3
+    assert redis_client.hget(keys.HandoffKeys(handoff).record, "tokens") == b"4"
+    assert [message["type"] for message in heard] == ["subscribe", "message", "message", "message"]
+
+
+def test_what_looks_like_a_repeat_is_refused_from_an_older_attempt(ledger: Ledger, handoff: str) -> None:
+    _, d = _admit(ledger, handoff)
+    ledger.advance(handoff, "decode", d, Event.COMMIT)
+    ledger.emit(handoff, d, TokenEntry(0, (5,)))
+    assert _another(ledger, handoff, Event.TAKEOVER, decode_attempt=2)
+    with pytest.raises(StaleAttemptError):
+        ledger.emit(handoff, d, TokenEntry(0, (5,)))
 
 
 def test_tokens_out_of_sequence_are_refused(ledger: Ledger, handoff: str) -> None:

@@ -81,7 +81,7 @@ class Crowd:
         stream, route = rng.random() < 0.6, rng.choice(("auto", "reference->reference", "local:reference"))
         what = {"stream": stream, "route": route, "prompt_tokens": len(question.prompt), "tokens": tokens}
         self._history.note("ask", id=number, expected=question.text(tokens), leaves=leaves, **what)
-        deaths = self._rig.deaths[API]
+        deaths, dying = self._rig.deaths[API], API in self._rig.dying
         call = self._rig.ask(question, tokens, stream=stream, route=route)
         if leaves:
             self._stop.wait(rng.uniform(0.0, 1.5))
@@ -90,7 +90,7 @@ class Crowd:
             outcome, hangs = call.result(), False
         except AssertionError:
             outcome, hangs = call.so_far, True
-        api_died = self._rig.deaths[API] != deaths
+        api_died = dying or self._rig.deaths[API] != deaths
         self._history.note("end", id=number, hangs=hangs, api_died=api_died, **_told(outcome))
         if outcome.status in (0, 429, 503):  # as a client's SDK does: not at once again
             self._stop.wait(rng.uniform(0.3, 1.0))

@@ -125,6 +125,36 @@ def test_samples_have_seeds_and_matchers_of_their_own(compiler: Compiler) -> Non
     assert not np.array_equal(made[0].change().allowed, made[1].change().allowed)  # type: ignore[union-attr, arg-type]
 
 
+def test_what_was_answered_before_counts_as_answer(compiler: Compiler) -> None:
+    """Penalties and grammar see the answer, wherever it was drawn; limits are of what is still to be drawn."""
+    whole = text(2, 3, 2, prompt=(0, 1), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    made = Text((0, 1, 2, 3, 2), whole.sampling, VOCAB, limit=2, seed=0, answered=3)
+    assert shaped(made) == shaped(whole)
+    assert made.position == whole.position == 5
+    assert [made.push(4), made.push(4)] == [None, "length"]
+
+    ids = tuple(tiny.tokenizer().encode("ab").ids)
+    asked = Request("h", (7, *ids), Sampling(9, grammar=grammar.encode("regex", "abc")), answered=len(ids))
+    (goes_on,) = texts(asked, tiny.VOCAB, compiler, lambda: 0, 9)
+    change = goes_on.change()
+    assert change is not None
+    assert change.allowed is not None
+    assert np.flatnonzero(change.allowed).tolist() == tiny.tokenizer().encode("c").ids
+
+
+def test_what_is_said_again_is_forced_and_then_the_text_goes_on(compiler: Compiler) -> None:
+    sampling = Sampling(9, n=2, presence_penalty=0.5, min_tokens=9, stop_token_ids=(3,), logit_bias=((5, 9.0),))
+    first, second = texts(Request("h", (7,), sampling, again=((5, 3), ())), VOCAB, compiler, lambda: 0, 9)
+    whole = [-np.inf] * VOCAB
+    assert shaped(first) == [*whole[:5], 3.0]
+    assert first.push(5) is None
+    assert shaped(first) == [*whole[:3], -2.0, *whole[4:]]  # it was said: no matter what forbids it now
+    assert first.push(3) == "stop"
+    assert shaped(second) == [1.0, -1.0, 2.0, -np.inf, 0.5, 12.0]
+    plain = Text((7,), Sampling(9), VOCAB, limit=9, seed=0, again=(5,))
+    assert (plain.changes, shaped(plain)) == (True, [*whole[:5], 3.0])
+
+
 def test_unseeded_samples_take_entropy(compiler: Compiler) -> None:
     fresh = iter([5, 6])
     made = texts(Request("h", (7,), Sampling(9, n=2)), tiny.VOCAB, compiler, lambda: next(fresh), 9)

@@ -93,16 +93,19 @@ class Rig(System):
         self.broker.close()
         self.broker = self.broker.from_url(url)  # ours does not pass a proxy
         self.deaths = Counter[str]()  # by name; counted before the kill
+        self.dying = set[str]()  # counted, and may still answer
         self._killed_s = -math.inf  # when a process was last killed
         self._free: dict[str, int] = {}
 
     # -- what a test does to it
 
     def kill(self, name: str) -> None:
+        self.dying.add(name)
         self.deaths[name] += 1
         self._killed_s = time.monotonic()
         self.crew.child(name).kill()
         assert self.crew.child(name).join(10.0)
+        self.dying.discard(name)
 
     def pause(self, name: str) -> None:
         os.kill(self.crew.child(name).pid, signal.SIGSTOP)

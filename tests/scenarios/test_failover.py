@@ -54,7 +54,7 @@ class Asked:
     def __init__(self, running: System, sampling: dict[str, Any] | None = None, **body: Any) -> None:
         self._system = running
         self._before = set(running.broker.zrange(LIVE, 0, -1))
-        self.text = ""
+        self.texts: dict[int, str] = {}  # of each sample
         self.finish: str | None = None
         self.usage: dict[str, Any] = {}
         self.trace: dict[str, Any] = {}
@@ -98,8 +98,12 @@ class Asked:
         self.usage = chunk.get("usage") or self.usage
         self.trace = chunk.get("crossfill") or self.trace
         for choice in chunk.get("choices", ()):
-            self.text += choice["text"]
+            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
             self.finish = choice["finish_reason"] or self.finish
+
+    @property
+    def text(self) -> str:
+        return self.texts.get(0, "")
 
     def leave(self) -> None:
         """The client goes away at its next line."""
@@ -216,6 +220,40 @@ def test_sampled_text_goes_on_from_what_was_said(four: System) -> None:
     assert asked.text.startswith(said)
     assert right.startswith(said)
     assert (asked.trace["taken_over"], asked.usage["completion_tokens"]) == (1, TOKENS)
+    four.revive(victim)
+    four.settled()
+
+
+LISTED = {"type": "array", "items": {"enum": ["good", "bad"]}, "minItems": 24, "maxItems": 24}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.7, "presence_penalty": 0.4, "temperature": 0},
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "l", "schema": LISTED}},
+            "ignore_eos": False,
+        },
+        {"n": 2, "temperature": 1.0, "seed": 11, "max_tokens": 60},
+    ],
+    ids=["penalties", "grammar", "samples"],
+)
+def test_whatever_an_answer_depends_on_it_goes_on(four: System, asked: dict[str, Any]) -> None:
+    """Penalties count what the first D said, a grammar stands where it stood, samples go on side by side: all of it as
+    if nothing had happened (`reference` computes the same whoever computes it, but for rounding)."""
+    right = four.post(PROMPT, ROUTE, **({"max_tokens": TOKENS} | asked)).json()
+    asking = Asked(four, sampling=asked).until("state", "decoding")
+    asking._soon(lambda: len(asking.text) > 20)
+    victim = asking.worker("decode")
+    four.child(victim).kill()
+    asking.done()
+    assert (asking.error, asking.trace["taken_over"]) == ({}, 1)
+    texts = [choice["text"] for choice in right["choices"]]
+    assert [asking.texts[index] for index in range(len(texts))] == texts
+    assert asking.usage["completion_tokens"] == right["usage"]["completion_tokens"]
+    if "response_format" in asked:
+        assert len(json.loads(texts[0])) == 24
     four.revive(victim)
     four.settled()
 

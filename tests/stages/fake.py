@@ -64,6 +64,7 @@ class FakeEngine:
         self.imports = ALL  # gate: pages that may be imported into one admission
         self.tokens = ALL  # gate: tokens that D has sampled of one text
         self.script: list[TokenStep] | None = None  # what D says instead of the text
+        self.script_ends = True  # gate: behind it
         self.held = 0  # pages of any prompt that D holds already
         self.bad_page: int | None = None  # fault: P fails at this page
         self.first_tokens: tuple[int, ...] | None = None  # fault: what P says instead of the text's first token
@@ -215,13 +216,18 @@ class FakeAdmission(Work):
         assert self.local or self.held_pages + len(self.pages) == whole, "decode from a part of the pages"
         self.first = (tuple(first_tokens), tuple(first_logprobs))
         if self.engine.script is not None:
-            return iter(self.engine.script)
+            return self._said(self.engine.script)
         return self._steps([*first_tokens, *text(self.request)[len(first_tokens) :]])
 
     def _steps(self, tokens: list[int]) -> Iterator[TokenStep]:
         for at, token in enumerate(tokens):
             self._await_token(at)
             yield TokenStep((token,), "length" if at == len(tokens) - 1 else None)
+
+    def _said(self, script: list[TokenStep]) -> Iterator[TokenStep]:
+        yield from script
+        if not self.engine.script_ends:
+            self.until(lambda: self.engine.script_ends)
 
     def _await_token(self, at: int) -> None:
         self.until(lambda: at < self.engine.tokens or self.engine.decode_error is not None)

@@ -9,11 +9,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from pipeline.broker import keys, stream
+from pipeline.broker import keys, scripts, stream
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.payload import Link
 from pipeline.engines.base import Capabilities, TokenStep
 from pipeline.errors import (
+    BrokerError,
     CrossfillError,
     DeadlineError,
     EngineError,
@@ -28,6 +29,7 @@ from pipeline.handoff import State
 from pipeline.logprob import TokenLogprob
 from pipeline.request import Request, Sampling
 from pipeline.settings import HandoffSettings
+from pipeline.stages import decode
 from tests.stages.conftest import Build
 from tests.stages.fake import FakeAdmission, pages, text
 from tests.stages.stand import FINISHED, LIMITS, Outcome, Stand, eventually, failure, outcome, quiet, same
@@ -47,6 +49,40 @@ def _raise(error: Exception) -> Callable[[], None]:
 def _local(stand: Stand) -> list[bool]:
     """Of every admission so far: was it for a prompt computed by D itself?"""
     return [work.local for work in stand.d.works if isinstance(work, FakeAdmission)]
+
+
+# -- nothing goes wrong but a reply
+
+
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_a_lost_reply_of_an_emit_neither_loses_nor_doubles_a_token(stand: Stand, token: int) -> None:
+    """The last entry is the end too: it is told once, and D knows that it is."""
+    request = stand.open()
+    stand.d.set(tokens=token)
+    _, job = stand.begin(request)
+    stand.await_state(request, State.DECODING if token else State.COMMITTED)
+    eventually(lambda: len(stand.said(request)) == token, "the tokens before")
+    stand.hop.lose(stand.client.script_load(scripts.source("emit")).encode())
+    stand.d.set(tokens=3)
+    assert outcome(job) == FINISHED
+    assert stand.hop.lost == 1
+    assert stand.said(request) == list(text(request))
+    assert [(entry.seq, entry.finish) for entry in stand.log(request)] == [(0, None), (1, None), (2, "length")]
+    quiet(stand, request)
+
+
+def test_d_gives_up_on_a_broker_that_stays_away(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "EMIT_S", 0.0)
+    request = stand.open()
+    stand.d.set(tokens=1)
+    _, job = stand.begin(request)
+    eventually(lambda: len(stand.said(request)) == 1, "a token")
+    stand.hop.lose(stand.client.script_load(scripts.source("emit")).encode(), times=2)
+    stand.d.set(tokens=3)
+    assert isinstance(failure(job), BrokerError)
+    assert stand.state(request) is State.FAILED
+    assert stand.said(request) == list(text(request)[:2])
+    quiet(stand, request)
 
 
 # -- nothing goes wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from pipeline.broker import keys
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.record import Accept
 from pipeline.broker.registry import Registry, Replica
-from pipeline.engines.base import Capabilities
+from pipeline.engines.base import Capabilities, FinishReason, TokenStep
 from pipeline.errors import EngineError, HandoffCancelledError, NoReplicaError, QuarantinedError, StaleAttemptError
 from pipeline.handoff import State
+from pipeline.logprob import TokenLogprob
 from pipeline.request import Request, resumed
 from pipeline.settings import HandoffSettings
 from tests.stages.conftest import Build
 from tests.stages.fake import CONTRACT, FakeAdmission, pages, text
-from tests.stages.stand import FINISHED, Outcome, Stand, eventually, failure, outcome, quiet, same
+from tests.stages.stand import FINISHED, THREE, Outcome, Stand, eventually, failure, outcome, quiet, same
 
 pytestmark = pytest.mark.parametrize("server_url", ["valkey"], indirect=True)
 REPLACED = (StaleAttemptError, HandoffCancelledError)  # as its own check, or its engine's end, tells it first
@@ -30,7 +32,7 @@ def _register(
 ) -> None:
     able = capabilities or Capabilities()
     replica = Replica(
-        name, engine, role, "m", CONTRACT, 4, 1, can_prefill=able.can_prefill, needs_first_token=able.needs_first_token
+        name, engine, role, "m", CONTRACT, 4, 1, able.can_prefill, able.needs_first_token, features=able.features
     )
     Registry(stand.client).register(replica, 600)
 
@@ -190,7 +192,7 @@ def test_another_d_goes_on_where_the_first_stopped(two: Stand, tokens: int) -> N
     eventually(lambda: len(two.said(request)) == tokens, "its tokens")
     assert two.d_services.dispatch.take_over(request.handoff_id, 1, {"decode": "d-0@1"})
     said = two.said(request)
-    goes_on = resumed(request, said)
+    goes_on = resumed(request, [said])
     p, d = two.begin(request)
     assert isinstance(failure(zombie), REPLACED)
     two.d.set(tokens=3)
@@ -201,6 +203,34 @@ def test_another_d_goes_on_where_the_first_stopped(two: Stand, tokens: int) -> N
     assert [entry.seq for entry in two.log(request)] == [0, 1, 2]
     assert two.state(request) is State.FINISHED
     quiet(two, request)
+
+
+def test_of_several_samples_only_what_is_new_is_said(stand: Stand) -> None:
+    """The first D said two tokens of sample 0 and all of sample 1. The next says both again, and that is not told."""
+    _register(stand, "p-0", "prefill")
+    _register(stand, "d-0", "decode", capabilities=Capabilities(features=frozenset({"n", "logprobs"})))
+    request = stand.open(sampling=replace(THREE, n=2, logprobs=0))
+
+    def step(token: int, finish: FinishReason | None = None, *, of: int) -> TokenStep:
+        return TokenStep((token,), finish, of, (TokenLogprob(token, -1.0, ()),))
+
+    first = [step(10, of=0), step(20, of=1), step(21, "stop", of=1), step(11, of=0)]
+    stand.d.set(script=first, script_ends=False)
+    _, zombie = stand.begin(request)
+    eventually(lambda: stand.said(request) == [10, 20, 21, 11], "four tokens")
+    stand.d_services.dispatch.take_over(request.handoff_id, 1, {})
+    assert isinstance(failure(zombie), REPLACED)
+    again = TokenStep((11, 12), None, 0, (TokenLogprob(11, -1.0, ()), TokenLogprob(12, -2.0, ())))
+    stand.d.set(script=[*first[:3], again, step(13, "length", of=0)], script_ends=True)
+    outcome(stand.begin(request)[1])
+    assert stand.d.works[-1].request.again == ((10, 11), (20, 21))
+    assert same(stand.d.imported, pages(request))  # of the prompt alone
+    told = [(entry.seq, entry.sample, entry.token_ids, entry.finish, entry.more) for entry in stand.log(request)]
+    assert told[2] == (2, 1, (21,), "stop", True)
+    assert told[4:] == [(4, 0, (12,), None, False), (5, 0, (13,), "length", False)]
+    assert stand.log(request)[4].logprobs == (TokenLogprob(12, -2.0, ()),)
+    assert stand.state(request) is State.FINISHED
+    quiet(stand, request)
 
 
 def test_what_counts_as_cached_is_of_the_clients_prompt(two: Stand) -> None:

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -208,6 +209,39 @@ def test_an_engine_that_ended_breaks_it(build: Build, caplog: pytest.LogCaptureF
     scene.engine.set(failure=EngineError("the device is gone"))
     assert scene.runtime.broken
     assert "the engine has ended: the device is gone" in caplog.text
+
+
+@BROKER
+def test_when_its_engine_ends_others_take_over_what_it_had(build: Build) -> None:
+    """Its process lives and renews nothing: the lease ends at once, the death counts, nobody is told of an error."""
+    scene = build()
+    scene.engine.set(tokens=1)
+    scene.start()
+    request = scene.ask(local=True)
+    eventually(lambda: len(scene.said(request)) == 1, "a token")
+    names = keys.HandoffKeys(request.handoff_id)
+    other = Replica("w-1", "fake", "both", "small", CONTRACT, 2, 1)
+    Registry(scene.client).register(other, 60)
+    scene.engine.set(failure=EngineError("the device is gone"))
+    eventually(lambda: Registry(scene.client).holder(NAME) is None, "the end of its lease")
+    eventually(lambda: scene.client.hget(names.record, "decode_attempt") == b"2", "the takeover")  # its own janitor's
+    assert scene.client.hmget(names.record, "state", "lost_workers", "resumed") == [b"created", b"1", b"1"]
+    assert scene.client.llen("rq:queue:decode.w-1") == 1
+    assert scene.client.llen(names.tokens) == 1
+    scene.close()
+    assert Registry(scene.client).holder(NAME) is None
+
+
+@BROKER
+def test_what_its_dead_engine_never_took_up_is_nobodys_death(build: Build) -> None:
+    scene = build()
+    scene.engine.set(failure=EngineError("the device is gone"))
+    Registry(scene.client).register(Replica("w-1", "fake", "both", "small", CONTRACT, 2, 1), 60)
+    scene.start()
+    request = scene.ask(local=True)
+    names = keys.HandoffKeys(request.handoff_id)
+    eventually(lambda: scene.client.hget(names.record, "decode_attempt") == b"2", "the takeover")
+    assert scene.client.hmget(names.record, "state", "lost_workers") == [b"created", b"0"]
 
 
 @BROKER
@@ -422,8 +456,10 @@ def _served(
     worker = WorkerSettings(name=NAME, engine="fake", model=Path("models/small"), role="decode")
     watcher = threading.Thread(target=watch)
     watcher.start()
-    runtime.run(settings(url), worker)
-    watcher.join()
+    try:
+        runtime.run(settings(url), worker)
+    finally:
+        watcher.join()
     return given[0]
 
 
@@ -437,8 +473,9 @@ def test_a_process_serves_until_it_is_told_or_broken(
         "signal": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "engine": lambda: engine.set(failure=EngineError("the device is gone")),
     }
-    chosen = _served(engine, redis_client, server_url, monkeypatch, ends[end])
-    assert chosen == EngineSettings(role="decode")
+    expected = pytest.raises(EngineError, match="the device is gone") if end == "engine" else nullcontext()
+    with expected:
+        assert _served(engine, redis_client, server_url, monkeypatch, ends[end]) == EngineSettings(role="decode")
     assert [type(work) for work in engine.works] == [FakePrefill, FakeAdmission]  # it was warm before it registered
     assert isinstance(engine.failure, EngineError)  # closed
     assert Registry(redis_client).list() == []

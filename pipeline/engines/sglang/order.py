@@ -26,8 +26,11 @@ class First(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def drawn_by_us(sampling: Sampling) -> bool:
+def drawn_by_us(request: Request) -> bool:
     """Whether D's tokens are drawn by the plug-in. SGLang draws what has temperature, top-k, top-p and a seed only."""
+    sampling = request.sampling
+    if any(request.again):
+        return True
     shaped = sampling.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
     return shaped or sampling.grammar is not None or (sampling.min_p > 0 and sampling.temperature > 0)
 

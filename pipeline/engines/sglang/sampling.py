@@ -16,7 +16,7 @@ def sample(request: Request, index: int) -> Request:
     """The `index`-th sample of `request` as a request of its own."""
     sampling = request.sampling
     seed = None if sampling.seed is None else sampling.seed + index
-    return replace(request, sampling=replace(sampling, n=1, seed=seed))
+    return replace(request, sampling=replace(sampling, n=1, seed=seed), again=request.again[index : index + 1])
 
 
 def for_prefill(request: Request) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def for_prefill(request: Request) -> dict[str, Any]:
 
 def for_decode(request: Request, max_tokens: int) -> dict[str, Any]:
     sampling = request.sampling
-    ours = order.drawn_by_us(sampling)
+    ours = order.drawn_by_us(request)
     told = _told(replace(sampling, temperature=0.0) if ours else sampling, max_tokens)
     ordered = ours or sampling.logprobs is not None
     return told | ({"custom_params": order.write(request)} if ordered else {})

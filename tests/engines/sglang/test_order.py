@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,12 @@ from pipeline.request import MAX_LOGPROBS, MAX_SAMPLES, Request, Sampling
     ids=str,
 )
 def test_what_is_drawn_by_us(asked: dict[str, Any], ours: bool) -> None:
-    assert order.drawn_by_us(Sampling(9, **asked)) is ours
+    assert order.drawn_by_us(Request("h", (1,), Sampling(9, **asked))) is ours
+
+
+def test_what_is_said_again_is_drawn_by_us() -> None:
+    assert order.drawn_by_us(Request("h", (1,), Sampling(9), again=((5,),)))
+    assert not order.drawn_by_us(Request("h", (1,), Sampling(9), again=((),)))
 
 
 def test_an_order_is_the_request_without_its_prompt() -> None:
@@ -36,6 +42,8 @@ def test_an_order_is_the_request_without_its_prompt() -> None:
     params = order.write(request)
     assert all(len(value) < 1000 for value in params.values())
     assert order.read(params, list(range(9000))) == request
+    goes_on = replace(request, answered=3, again=((4, 5),))
+    assert order.read(order.write(goes_on), list(range(9000))) == goes_on
     assert order.read(None, [1]) is None
     assert order.read({"thinking_budget": 3}, [1]) is None
 

@@ -104,7 +104,7 @@ class Draws:
         try:
             if self._prefills:
                 return self._draw_first(row.order, logits)
-            if not order.drawn_by_us(row.order.request.sampling):
+            if not order.drawn_by_us(row.order.request):
                 return None
             (text,) = row.order.texts
             for token in row.said[len(text.tokens) :]:
