@@ -1,4 +1,4 @@
-"""Body: from the bytes of a POST to a JSON object, refusing what would hurt further in.
+"""Body: from the bytes of a POST to what was asked, refusing what would hurt further in.
 
 Raises ProblemError or InvalidParameterError; nothing here knows what the fields mean.
 """
@@ -6,7 +6,8 @@ Raises ProblemError or InvalidParameterError; nothing here knows what the fields
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from anyio import to_thread
 from fastapi import Request
@@ -15,14 +16,18 @@ from pipeline.api.errors import ProblemError, refuse
 from pipeline.errors import InvalidParameterError
 
 _MAX_DEPTH = 64
-_THREAD_BYTES = 1 << 16  # a larger body is parsed beside the event loop, not on it
+_THREAD_BYTES = 1 << 16  # a larger body is read beside the event loop, not on it
+
+T = TypeVar("T")
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object of the body."""
+async def read(request: Request, max_bytes: int, understand: Callable[[dict[str, Any]], T]) -> T:
+    """What `understand` makes of the JSON object of the body; checking a large one takes as long as parsing it."""
     _require_json(request.headers.get("content-type"))
     raw = await _read(request, max_bytes)
-    return await to_thread.run_sync(parse, raw) if len(raw) > _THREAD_BYTES else parse(raw)
+    if len(raw) > _THREAD_BYTES:
+        return await to_thread.run_sync(lambda: understand(parse(raw)))
+    return understand(parse(raw))
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from anyio import to_thread
@@ -31,7 +32,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 async def create(edge: Edge, http: Request) -> Answer:
     """Everything that can be refused is refused here, before a job exists."""
-    ask = schemas.read(ChatAsk, await body.read_object(http, edge.settings.max_body_bytes))
+    ask = await body.read(http, edge.settings.max_body_bytes, partial(schemas.read, ChatAsk))
     served = edge.models.find(ask.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
     made = await to_thread.run_sync(make, edge, served, ask, plan.salt(http, ask))

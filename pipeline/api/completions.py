@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 
 from anyio import to_thread
 from fastapi import Request
@@ -24,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def create(edge: Edge, http: Request) -> Answer:
     """Everything that can be refused is refused here, before a job exists."""
-    ask = schemas.read(CompletionAsk, await body.read_object(http, edge.settings.max_body_bytes))
+    ask = await body.read(http, edge.settings.max_body_bytes, partial(schemas.read, CompletionAsk))
     served = edge.models.find(ask.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
     prompts = await to_thread.run_sync(_prompts, served, ask, plan.salt(http, ask))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -24,7 +25,7 @@ class TextAsk(Ask):
 class TokensAsk(Ask):
     """What `/detokenize` is asked."""
 
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 
 
 def routes(edge: Edge) -> APIRouter:
@@ -47,12 +48,12 @@ def routes(edge: Edge) -> APIRouter:
     @router.post("/tokenize")
     @router.post("/v1/tokenize", include_in_schema=False)
     async def tokenize(request: Request) -> JSONResponse:
-        return JSONResponse(await _tokenize(edge, await body.read_object(request, edge.settings.max_body_bytes)))
+        return JSONResponse(await _tokenize(edge, await body.read(request, edge.settings.max_body_bytes, _ask)))
 
     @router.post("/detokenize")
     @router.post("/v1/detokenize", include_in_schema=False)
     async def detokenize(request: Request) -> JSONResponse:
-        ask = schemas.read(TokensAsk, await body.read_object(request, edge.settings.max_body_bytes))
+        ask = await body.read(request, edge.settings.max_body_bytes, partial(schemas.read, TokensAsk))
         served = edge.models.find(ask.model)
         plan.require_vocabulary(ask.tokens, served, "tokens")
         text = await to_thread.run_sync(lambda: served.text.decode(ask.tokens, skip_special_tokens=False))
@@ -61,17 +62,19 @@ def routes(edge: Edge) -> APIRouter:
     return router
 
 
-async def _tokenize(edge: Edge, raw: dict[str, Any]) -> dict[str, Any]:
+def _ask(raw: dict[str, Any]) -> ChatAsk | TextAsk:
+    return schemas.read(ChatAsk, raw) if "messages" in raw else schemas.read(TextAsk, raw)
+
+
+async def _tokenize(edge: Edge, ask: ChatAsk | TextAsk) -> dict[str, Any]:
     """Of a text, or of a chat as it would be rendered."""
-    ask = schemas.read(ChatAsk if "messages" in raw else TextAsk, raw)
     served = edge.models.find(ask.model)
     tokens = await to_thread.run_sync(_tokens, ask, served)
     limit = served.contract.context_length
     return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
 
-def _tokens(ask: Ask, served: Served) -> list[int]:
+def _tokens(ask: ChatAsk | TextAsk, served: Served) -> list[int]:
     if isinstance(ask, ChatAsk):
         return chat.prompt(ask, served)
-    assert isinstance(ask, TextAsk)
     return served.text.encode(ask.prompt, add_special_tokens=ask.add_special_tokens is not False)

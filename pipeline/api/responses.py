@@ -65,21 +65,19 @@ class ChoiceOfTool(Strict):
 
 
 class ResponsesAsk(Strict):
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChoiceOfTool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
     cache_salt: Salt | None = None
 
 
 async def create(edge: Edge, http: Request) -> Answer:
     """Everything that can be refused is refused here, before a job exists."""
-    raw = await body.read_object(http, edge.settings.max_body_bytes)
-    ask = read(raw)
-    asked = as_chat(raw, ask)
+    ask, asked = await body.read(http, edge.settings.max_body_bytes, _asks)
     served = edge.models.find(asked.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
     try:
@@ -96,12 +94,18 @@ def _measure(served: Served) -> Callable[[str], int]:
     return lambda text: len(served.text.encode(text, add_special_tokens=False))
 
 
+def _asks(raw: Mapping[str, Any]) -> tuple[ResponsesAsk, ChatAsk]:
+    ask = read(raw)
+    return ask, as_chat(raw, ask)
+
+
 def read(raw: Mapping[str, Any]) -> ResponsesAsk:
     """Raises InvalidParameterError."""
     for name, (inert, why) in _REFUSED.items():
         if raw.get(name) is not None and raw[name] not in inert:
             raise InvalidParameterError(name, f"`{name}` is not supported: {why}.", code="unsupported_parameter")
-    for index, tool in enumerate(raw.get("tools") or ()):
+    tools = raw.get("tools")
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             message = f"Tools of type `{kind}` are not supported: describe a `function` of your own."

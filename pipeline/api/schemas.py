@@ -2,6 +2,7 @@
 
 Rules: null is absent; a value that changes nothing is accepted; what we cannot do is refused by name, because
 ignoring it would change the answer silently; unknown fields and those without effect on the text are ignored.
+The first fault ends the reading of a list or a mapping of a length of its own: pydantic notes one for each item.
 Everything here is checked before a prompt is tokenised or a job exists.
 """
 
@@ -84,6 +85,7 @@ def _clean_salt(salt: str) -> str:
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 PromptText = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -134,7 +136,7 @@ class Ask(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES, fail_fast=True)] | None = None
     min_tokens: TokenCount | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     response_format: ResponseFormat | None = None
@@ -214,15 +216,15 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
 
 class ChatAsk(Ask):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # short for the option of that name in `chat_template_kwargs`
@@ -295,9 +297,9 @@ class CompletionAsk(Ask):
 
     prompt: (
         PromptText
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[PromptText], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | TokenIds
+        | Annotated[list[PromptText], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -191,6 +191,7 @@ async def test_a_failure_after_the_first_token(client: httpx.AsyncClient, backen
         ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"input": "Hi", "temperature": 3}, "temperature", "invalid_value"),
         ({"input": "Hi", "stream": "yes"}, "stream", "invalid_value"),
+        ({"input": "Hi", "tools": 5}, "tools", "invalid_value"),
         ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"input": "Hi", "background": True}, "background", "unsupported_parameter"),
         ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
