@@ -25,7 +25,7 @@ from pipeline.api.keyring import Keyring
 from pipeline.api.meter import MeteredBackend
 from pipeline.api.relay import Backend
 from pipeline.api.served import Catalogue
-from pipeline.errors import ConfigError
+from pipeline.errors import BrokerError, ConfigError
 from pipeline.metrics import Metrics
 from pipeline.settings import ApiSettings, Settings
 from pipeline.tracing import Tracer
@@ -134,18 +134,23 @@ def _request_id(headers: Headers) -> str:
 def serve(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then stop accepting and let running answers finish.
 
-    Raises ConfigError, BrokerError: what can be found wrong before a port is opened is.
+    Without a broker it starts all the same, refuses what is asked (503) and looks for it. Raises ConfigError: what can
+    be found wrong before a port is opened is.
     """
     if settings.api is None:
         raise ConfigError("api.model is not set: which model is to be served?")
     log.setup(settings.observe.log_format, "api")
     catalogue = served.load(settings.api, created=unix_time())
     backend = BrokerBackend(settings, catalogue.all)
-    backend.require_broker(catalogue.all)
+    try:
+        backend.require_broker(catalogue.all)
+        backend.operator.now_ms()  # asks for the broker's clock: later readings cost no round trip
+    except BrokerError as error:
+        _log.warning("%s; requests are refused until it answers", error)
+        backend.await_broker(catalogue.all)
     metrics = Metrics("api")
     metrics.add_source(gauges.source(backend.operator, settings.broker.budget_bytes))
     tracer = tracing.connect(settings.observe, "api", backend.operator.now_ms)
-    backend.operator.now_ms()  # asks for the broker's clock: later readings cost no round trip
     app = create_app(settings.api, catalogue, backend, metrics, tracer)
     uvicorn.run(
         app,

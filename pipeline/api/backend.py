@@ -27,7 +27,7 @@ from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
 from pipeline.broker.registry import Registry, Replica
-from pipeline.errors import CrossfillError, OverloadedError
+from pipeline.errors import BrokerError, CrossfillError, OverloadedError
 from pipeline.request import Request
 from pipeline.routing import Wish
 from pipeline.settings import Settings
@@ -57,6 +57,7 @@ class BrokerBackend:
         engines = {worker.engine for worker in settings.workers}
         digests = {model.contract.digest for model in models}
         self._router = Router(self._registry.list, settings.routing, engines, digests)
+        self._unmet: tuple[Model, ...] = ()  # models whose needs of a broker that is away nobody could check
         self._creating = 0  # submissions on their way; with the router's live ones all that are ours
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -65,8 +66,13 @@ class BrokerBackend:
         page_bytes = max(model.contract.page_shape.page_bytes for model in models)
         connect.require_ready(self._client, self._settings.broker.budget_bytes, page_bytes)
 
+    def await_broker(self, models: Iterable[Model]) -> None:
+        """The broker is away: ask `require_broker` again until that passes, and refuse what is asked meanwhile."""
+        self._unmet = tuple(models)
+
     async def start(self) -> None:
-        await to_thread.run_sync(self._beat)
+        with contextlib.suppress(CrossfillError):  # a broker that is away may come back: the next beat looks
+            await to_thread.run_sync(self._beat)
         await self._hub.start()
         self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in (self._beat, self._janitor.sweep_in_turn)]
 
@@ -79,6 +85,7 @@ class BrokerBackend:
         self._client.close()
 
     async def submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
+        self._require_met()
         self._require_room(self._router.live + self._creating)
         self._creating += 1
         try:
@@ -105,7 +112,12 @@ class BrokerBackend:
         if limit is not None and live >= limit:
             raise OverloadedError(f"{live} requests are being served, {limit} are the most: try again in a moment")
 
+    def _require_met(self) -> None:
+        if self._unmet:
+            raise BrokerError("the broker has not been fit for use since this server started: see its log")
+
     async def require_ready(self, model: Model) -> None:
+        self._require_met()
         candidates = await to_thread.run_sync(lambda: self._router.candidates(model, fresh=True))
         routing.choose(candidates, model.contract, 1, Wish())
 
@@ -122,6 +134,10 @@ class BrokerBackend:
         return await to_thread.run_sync(self.operator.handoff, handoff_id)
 
     def _beat(self) -> None:
+        if self._unmet:
+            self.require_broker(self._unmet)
+            self._unmet = ()
+            _log.info("the broker is there: serving")
         self._ledger.own(self._owner, _OWNER_TTL_S)
         self._clock.refresh()  # two hosts' quartz clocks part by seconds a day
 

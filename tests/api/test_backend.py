@@ -24,11 +24,19 @@ from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
-from pipeline.errors import ConfigError, InvalidParameterError, KvRoomError, NoReplicaError, OverloadedError
+from pipeline.errors import (
+    BrokerError,
+    ConfigError,
+    InvalidParameterError,
+    KvRoomError,
+    NoReplicaError,
+    OverloadedError,
+)
 from pipeline.handoff import Event, State
 from pipeline.request import Request, Sampling
 from pipeline.routing import Wish
 from pipeline.settings import ApiSettings, BrokerSettings, Settings
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -258,6 +266,40 @@ def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> N
             made.require_broker([MODEL])
     finally:
         client.config_set("maxmemory-policy", "noeviction")
+
+
+async def _refusal(backend: BrokerBackend) -> type[Exception]:
+    with pytest.raises((BrokerError, NoReplicaError)) as caught:
+        await backend.require_ready(MODEL)
+    return caught.type
+
+
+async def test_without_a_broker_it_starts_refuses_and_serves_once_there_is_one(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    made = BrokerBackend(Settings(broker=BrokerSettings(url=url, budget_bytes=64 * MIB)), [MODEL])
+    with pytest.raises(BrokerError):
+        made.require_broker([MODEL])
+    made.await_broker([MODEL])
+    await made.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(BrokerError, match="not been fit for use"):
+                await made.submit(request(), Wish(), MODEL)
+            with pytest.raises(BrokerError, match="not been fit for use"):
+                await made.require_ready(MODEL)
+        with EmbeddedServer(tmp_path, 64 * MIB, port=port), connect(url) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")  # there, and not fit
+            await asyncio.sleep(1.5)
+            with pytest.raises(BrokerError, match="not been fit for use"):
+                await made.require_ready(MODEL)
+            client.config_set("maxmemory-policy", "noeviction")
+            async with asyncio.timeout(60):
+                while await _refusal(made) is BrokerError:
+                    await asyncio.sleep(0.05)
+            assert await _refusal(made) is NoReplicaError
+    finally:
+        await made.close()
 
 
 async def test_a_broker_that_came_back_empty_is_told_with_the_request_that_its_owner_lives(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from httpx import TransportError
 
 from pipeline.broker import scripts
 from pipeline.broker.embedded import EmbeddedServer
@@ -39,6 +40,29 @@ def test_b15_a_submit_while_the_broker_is_down_is_refused_with_retry_after(hurt:
         assert (outcome.status, outcome.code, outcome.retry_after) == (503, "broker_unavailable", "1")
     assert hurt.http.get("/ready").status_code == 503
     assert hurt.http.get("/health").status_code == 200
+
+
+def test_b15_the_api_starts_without_a_broker_and_finds_it_by_itself(hurt: Rig) -> None:
+    hurt.server.stop()
+    hurt.kill(API)
+    hurt.crew.revive(API)
+    eventually(lambda: _status(hurt, "/health") == 200, 120)
+    outcome = hurt.ask(hurt.oracle.question(70, 4), 4).result()
+    assert (outcome.status, outcome.code, outcome.retry_after) == (503, "broker_unavailable", "1")
+    assert _status(hurt, "/ready") == 503
+    hurt.server.start()
+    eventually(lambda: _status(hurt, "/ready") == 200, 120)
+    question = hurt.oracle.question(150, 6)
+    outcome = hurt.ask(question, 6).result()
+    assert (outcome.code, outcome.text) == (None, question.text(6)), outcome
+
+
+def _status(rig: Rig, path: str) -> int:
+    """0: nobody listens yet."""
+    try:
+        return rig.http.get(path).status_code
+    except TransportError:
+        return 0
 
 
 def test_b16_a_full_broker_refuses_what_is_new_and_lets_all_end(hurt: Rig) -> None:

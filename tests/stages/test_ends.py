@@ -8,11 +8,12 @@ from concurrent.futures import Future
 import pytest
 
 from pipeline.broker import stream
-from pipeline.errors import EngineError, HandoffCancelledError, StaleAttemptError
+from pipeline.errors import DeadlineError, EngineError, HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import State
 from pipeline.request import Request
+from tests.stages.conftest import Build
 from tests.stages.fake import pages, text
-from tests.stages.stand import FINISHED, Outcome, Stand, eventually, failure, outcome, quiet, same
+from tests.stages.stand import FINISHED, LIMITS, Outcome, Stand, eventually, failure, outcome, quiet, same
 
 pytestmark = pytest.mark.parametrize("server_url", ["valkey"], indirect=True)
 
@@ -216,4 +217,29 @@ def test_a_pause_of_the_server_is_only_a_pause(stand: Stand) -> None:
     assert outcome(jobs[0])["pages"] == 4
     assert outcome(jobs[1]) == FINISHED
     assert same(stand.d.imported, pages(request))
+    quiet(stand, request)
+
+
+# -- deadlines of D; those of its queue and of the whole are a janitor's: `tests/broker/test_janitor.py`
+
+DEADLINES: dict[str, tuple[dict[str, float], dict[str, int], str]] = {
+    "queue_s": ({"queue_s": 0.3}, {}, "waited 0.3 s for a prefill worker"),
+    "accept_s": ({"accept_s": 0.3}, {"seats": 0}, "no room"),
+    "progress_s": ({"progress_s": 0.3}, {}, "no page came in time: is the prefill worker alive?"),
+}
+
+
+@pytest.mark.parametrize("name", DEADLINES)
+def test_each_deadline_ends_in_a_504_that_may_be_tried_again(build: Build, name: str) -> None:
+    limits, gates, message = DEADLINES[name]
+    stand = build(d_limits=LIMITS.model_copy(update={"failure_policy": "fail", **limits}))
+    request = stand.open()
+    stand.p.set(ready_pages=1)
+    stand.d.set(**gates)
+    job = stand.decode(request) if name == "queue_s" else stand.begin(request)[1]
+    assert isinstance(failure(job), DeadlineError)
+    (entry,) = stand.log(request)
+    assert entry.error is not None
+    assert (entry.error.code, entry.error.http_status, entry.error.retryable) == ("deadline_exceeded", 504, True)
+    assert entry.error.message == message
     quiet(stand, request)
