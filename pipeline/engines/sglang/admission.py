@@ -209,11 +209,15 @@ class SglangAdmission(SglangSample):
     def _may_end(self) -> bool:
         return all(sibling.done for sibling in self._siblings)
 
+    @property
+    def _runs_on(self) -> bool:
+        return self.finish == "stop" or (self.finish is not None and bool(self._siblings))
+
     def _end_early(self) -> None:
-        """SGLang does not know that the text has stopped. While siblings look for its pages they must stay."""
+        """While siblings look for its pages they must stay."""
         with self.changed:
-            stopped = self.finish == "stop" and self._may_end
-        if stopped:
+            over = self._runs_on and self._may_end
+        if over:
             self._host.abort(self)
 
     def _pass_on(self, sibling: Sibling) -> None:

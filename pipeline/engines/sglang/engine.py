@@ -40,6 +40,9 @@ if importlib.util.find_spec("sglang") is None:
 
 # SGLang keeps a few tokens of its context window for itself; we let it have these and keep to ours.
 _MARGIN_TOKENS = 8
+_GRACE_TOKENS = (
+    64  # how long the first of several samples may run on, so that its pages stay until the others have them
+)
 _LOOK_AHEAD_TOKENS = 4096  # SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION's default
 _ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
 _IDLE_S = 5.0  # how long SGLang may take to notice that nothing runs any more
@@ -150,7 +153,8 @@ class SglangEngine:
         with self._lock:
             self._require_alive()
             self._live[ticket.room] = ticket
-        self._start(ticket, limit)
+        grace = _GRACE_TOKENS if len(samples) > 1 else 0
+        self._start(ticket, min(limit + grace, self._contract.context_length - len(request.token_ids)))
         return admitted(ticket, timeout_s, check, "SGLang")
 
     def stats(self) -> EngineStats:
@@ -231,7 +235,7 @@ class SglangEngine:
     def _sweep(self) -> None:
         """Count and let go of what SGLang has let go of."""
         for room, ticket in list(self._live.items()):
-            if not ticket.ended:
+            if not ticket.over:
                 continue
             del self._live[room]
             if isinstance(ticket, SglangPrefill):
@@ -276,7 +280,9 @@ class SglangEngine:
             setting = f"max_running is {self._settings.max_running}: raise it"
             raise EngineError(f"n = {samples} samples need as many places and {setting}")
         answer = min(limit, _LOOK_AHEAD_TOKENS)
-        needed = prompt_tokens + answer + (samples - 1) * (prompt_tokens % PAGE_TOKENS + answer)
+        needed = prompt_tokens + answer
+        if samples > 1:
+            needed += _GRACE_TOKENS + (samples - 1) * (prompt_tokens % PAGE_TOKENS + answer)
         if needed > self._pages * PAGE_TOKENS:
             raise EngineError(
                 f"{prompt_tokens} prompt tokens and max_tokens = {limit} with n = {samples} need {needed} tokens of KV "

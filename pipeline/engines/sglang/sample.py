@@ -53,6 +53,11 @@ class SglangSample(SglangTicket):
     def kept_pages(self) -> int:
         return 0
 
+    @property
+    def over(self) -> bool:
+        """Logprobs come another way than SGLang's last output, and may be behind it."""
+        return self._ended and (not self._waiting or self._closed or self._error is not None)
+
     # The link's thread.
 
     def on_message(self, message: Message) -> None:
@@ -72,10 +77,15 @@ class SglangSample(SglangTicket):
             self.tokens_sampled += len(fresh)
             if fresh and self.finish is None:
                 self._emit(fresh)
-            done = self.finish == "stop" and finished is None and self._may_end
+            done = finished is None and self._runs_on and self._may_end
             self.changed.notify_all()
         if done:
             self._host.abort(self)
+
+    @property
+    def _runs_on(self) -> bool:
+        """SGLang does not know that the text is over."""
+        return self.finish == "stop"
 
     @property
     def _may_end(self) -> bool:

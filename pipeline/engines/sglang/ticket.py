@@ -60,6 +60,11 @@ class SglangTicket(Ticket):
         return self._ended
 
     @property
+    def over(self) -> bool:
+        """SGLang holds nothing of it, and no message about it is awaited: it may be forgotten."""
+        return self._ended
+
+    @property
     def kept_pages(self) -> int:
         """Pages that wait: to be read, or for decoding to begin."""
         raise NotImplementedError

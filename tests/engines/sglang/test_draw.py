@@ -50,14 +50,19 @@ class Queued:
         self.output_ids = list(said)
 
 
-def made(tmp_path: Path, *, prefills: bool) -> tuple[Draws, Station]:
+def made(checkpoint: Path, *, prefills: bool) -> tuple[Draws, Station]:
     draws, station = Draws(), Station()
-    draws.attend(station, tiny.write("llama", tmp_path / "tiny-llama"), prefills=prefills)  # type: ignore[arg-type]
+    draws.attend(station, checkpoint, prefills=prefills)  # type: ignore[arg-type]
     return draws, station
 
 
-def step(draws: Draws, requests: list[Queued], logits: np.ndarray[Any, Any]) -> list[int]:
-    """One call of the model runner. What SGLang draws is each row's best token, and it ruins the logits."""
+def step(
+    draws: Draws, requests: list[Queued], logits: np.ndarray[Any, Any], seen: list[int] | None = None
+) -> list[int]:
+    """One call of the model runner. What SGLang draws is each row's best token, and it ruins the logits.
+
+    `seen`: tokens of each row that the model has read by now; None: not told.
+    """
     output = SimpleNamespace(next_token_logits=torch.from_numpy(logits.copy()))
 
     def original(_: Any, output: Any, __: Any) -> Any:
@@ -67,7 +72,14 @@ def step(draws: Draws, requests: list[Queued], logits: np.ndarray[Any, Any]) -> 
 
     for request in requests:
         draws.take(None, request)
-    return list(draws.sample(original, None, output, SimpleNamespace(rids=[one.rid for one in requests])).tolist())
+    rids = [one.rid for one in requests]
+    lengths = None if seen is None else torch.tensor(seen)
+    return list(draws.sample(original, None, output, SimpleNamespace(rids=rids, seq_lens_cpu=lengths)).tolist())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture
@@ -75,8 +87,8 @@ def logits() -> np.ndarray[Any, Any]:
     return np.random.default_rng(3).normal(0, 1, (4, VOCAB)).astype(np.float32)
 
 
-def test_rows_with_an_order_are_drawn_and_the_others_left_alone(tmp_path: Path, logits: Any) -> None:
-    draws, station = made(tmp_path, prefills=False)
+def test_rows_with_an_order_are_drawn_and_the_others_left_alone(checkpoint: Path, logits: Any) -> None:
+    draws, station = made(checkpoint, prefills=False)
     best = logits.argmax(-1).tolist()
     requests = [
         Queued(1, None, (5,)),
@@ -90,9 +102,9 @@ def test_rows_with_an_order_are_drawn_and_the_others_left_alone(tmp_path: Path, 
     assert [(one.kind, one.room, one.value) for one in station.said] == [(Kind.LOGPROB, 4, best[3])]
 
 
-def test_penalties_follow_what_was_said_since(tmp_path: Path, logits: Any) -> None:
+def test_penalties_follow_what_was_said_since(checkpoint: Path, logits: Any) -> None:
     """SGLang's own tokens come back through its request; each counts once."""
-    draws, _ = made(tmp_path, prefills=False)
+    draws, _ = made(checkpoint, prefills=False)
     request = Queued(1, Sampling(9, temperature=0.0, presence_penalty=100.0), (5,))
     wanted = [int(token) for token in np.argsort(-logits[0]) if token != 5][:3]
     for token in wanted:
@@ -100,8 +112,8 @@ def test_penalties_follow_what_was_said_since(tmp_path: Path, logits: Any) -> No
         request.output_ids.append(token)
 
 
-def test_logprobs_are_of_the_raw_logits_whoever_draws(tmp_path: Path, logits: Any) -> None:
-    draws, station = made(tmp_path, prefills=False)
+def test_logprobs_are_of_the_raw_logits_whoever_draws(checkpoint: Path, logits: Any) -> None:
+    draws, station = made(checkpoint, prefills=False)
     requests = [
         Queued(1, Sampling(9, temperature=0.0, logit_bias=((77, 100.0),), logprobs=3), (5,)),
         Queued(2, Sampling(9, temperature=0.0, logprobs=1), (5,)),
@@ -117,8 +129,8 @@ def test_logprobs_are_of_the_raw_logits_whoever_draws(tmp_path: Path, logits: An
         assert [value for _, value in found.top] == pytest.approx(np.sort(expected)[::-1][:count].tolist(), abs=1e-5)
 
 
-def test_p_draws_for_every_sample(tmp_path: Path, logits: Any) -> None:
-    draws, station = made(tmp_path, prefills=True)
+def test_p_draws_for_every_sample(checkpoint: Path, logits: Any) -> None:
+    draws, station = made(checkpoint, prefills=True)
     request = Queued(1, Sampling(9, temperature=2.0, seed=4, n=8, logprobs=2), ())
     (token,) = step(draws, [request], logits[:1])
     ids = station.drawn[1].token_ids
@@ -133,8 +145,18 @@ def test_p_draws_for_every_sample(tmp_path: Path, logits: Any) -> None:
     assert station.said == []
 
 
-def test_a_grammar_that_is_broken_fails_its_request_alone(tmp_path: Path, logits: Any) -> None:
-    draws, station = made(tmp_path, prefills=False)
+def test_p_draws_behind_the_last_chunk_only(checkpoint: Path, logits: Any) -> None:
+    draws, station = made(checkpoint, prefills=True)
+    requests = [Queued(room, Sampling(9, temperature=0.0, logit_bias=((77, 100.0),)), ()) for room in (1, 2)]
+    best = logits.argmax(-1).tolist()
+    assert step(draws, requests, logits[:2], seen=[2, 3]) == [best[0], 77]
+    assert set(station.drawn) == {2}
+    assert step(draws, requests[:1], logits[:1], seen=[3]) == [77]
+    assert set(station.drawn) == {1, 2}
+
+
+def test_a_grammar_that_is_broken_fails_its_request_alone(checkpoint: Path, logits: Any) -> None:
+    draws, station = made(checkpoint, prefills=False)
     broken = Queued(1, Sampling(9, temperature=0.0, grammar=encode("regex", "[0-9]+")), (70,))
     biased = Queued(2, Sampling(9, temperature=0.0, logit_bias=((77, 100.0),)), (5,))
     best = int(logits[0].argmax())
@@ -145,8 +167,8 @@ def test_a_grammar_that_is_broken_fails_its_request_alone(tmp_path: Path, logits
     assert len(station.said) == 1
 
 
-def test_an_order_lives_as_long_as_its_request(tmp_path: Path, logits: Any) -> None:
-    draws, _ = made(tmp_path, prefills=False)
+def test_an_order_lives_as_long_as_its_request(checkpoint: Path, logits: Any) -> None:
+    draws, _ = made(checkpoint, prefills=False)
     request: Queued | None = Queued(1, Sampling(9, temperature=0.0, logit_bias=((77, 100.0),)), (5,))
     step(draws, [request], logits[:1])  # type: ignore[list-item]
     assert len(draws._orders) == len(draws._requests) == 1

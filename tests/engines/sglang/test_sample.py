@@ -114,6 +114,25 @@ def test_a_step_waits_for_its_logprobs() -> None:
     assert list(steps) == [TokenStep((6, STOP), "stop", logprobs=expected)]
 
 
+@pytest.mark.parametrize("how", ["told", "closed", "failed"])
+def test_a_text_is_not_forgotten_while_its_logprobs_are_on_their_way(how: str) -> None:
+    """They come through another connection than SGLang's last output, which may be quicker."""
+    _, admission = admitted(70, logprobs=1, limit=2)
+    steps = admission.decode([5], [TokenLogprob(5, -0.5)])
+    say(admission, 5, 6, finished="length")
+    admission.end()
+    assert admission.ended
+    assert not admission.over
+    if how == "told":
+        tell(admission, 6, -1.0)
+        assert ids(list(steps)) == [5, 6]
+    elif how == "closed":
+        admission.close()
+    else:
+        admission.fail(EngineError("SGLang's scheduler is gone"))
+    assert admission.over
+
+
 def test_logprobs_that_p_owes_are_missed() -> None:
     _, admission = admitted(70, logprobs=1)
     with pytest.raises(EngineError, match="1 first tokens came with 0 logprobs"):
@@ -167,6 +186,21 @@ def test_a_further_sample_joins_behind_the_first_and_gets_the_tail(tokens: int, 
     assert host.copied == tail
     assert host.said[1:] == [Message(Kind.COMMIT, 2, value=15)]
     assert sorted(host.aborted) == [1, 2]
+
+
+def test_the_first_sample_runs_on_until_the_others_have_its_pages() -> None:
+    """SGLang was told a few tokens more than the limit."""
+    host, admission = admitted(70, n=2, limit=2)
+    steps = admission.decode([5, 15])
+    say(admission, 5, 6)
+    say(admission, 7)
+    assert ids([next(steps) for _ in range(3)]) == [5, 15, 6]
+    assert host.aborted == []
+    (sibling,) = host.joined
+    sibling.on_message(Message(Kind.ADMITTED, 2, 1))
+    host.on_commit = lambda: say(sibling, 15, 16, finished="length")
+    assert list(steps) == [TokenStep((16,), "length", sample=1)]
+    assert host.aborted == [1]
 
 
 def test_a_sample_that_stops_on_ps_token_needs_no_sglang() -> None:

@@ -13,12 +13,13 @@ from tests.engines.flow import PATIENCE_S, Waiter
 
 pytest.importorskip("sglang", reason="SGLang is not in this environment")
 
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from pipeline.engines.sglang import order
 from pipeline.engines.sglang.message import Kind, Message
 from pipeline.engines.sglang.order import First
-from pipeline.engines.sglang.plugin.transfer import Receiver, Sender
+from pipeline.engines.sglang.plugin.transfer import Manager, Receiver, Sender
 from pipeline.logprob import TokenLogprob
 from pipeline.request import Sampling
 
@@ -165,6 +166,25 @@ def test_d_gives_out_what_it_held_and_what_came() -> None:
     assert manager.moved == [("read", 30), ("read", 31), ("read", 20), ("read", 21)]
     receiving.obey(Message(Kind.COMMIT, 9, value=TOKEN))
     assert not receiving.read(0, SLOT)
+
+
+@pytest.mark.parametrize("request_of", ["0.5.17", "0.5.23"])
+def test_held_pages_are_found_through_sglangs_table(request_of: str) -> None:
+    """A row per request, a slot per token; two pages of 64 are held, in blocks 9 and 4."""
+    slots = torch.zeros((3, 300), dtype=torch.int32)
+    slots[2, :64] = torch.arange(64) + 9 * 64
+    slots[2, 64:128] = torch.arange(64) + 4 * 64
+    ours, others = object(), object()
+    row = SimpleNamespace(req_pool_idx=2)
+    found = SimpleNamespace(req_pool_idx=2, kv=None) if request_of == "0.5.17" else SimpleNamespace(kv=row)
+    queue = [SimpleNamespace(kv_receiver=others, req=None), SimpleNamespace(kv_receiver=ours, req=found)]
+    scheduler = SimpleNamespace(
+        disagg_decode_prealloc_queue=SimpleNamespace(queue=queue),
+        req_to_token_pool=SimpleNamespace(req_to_token=slots),
+    )
+    manager: Any = SimpleNamespace(_scheduler=scheduler)
+    assert Manager.held_slots(manager, ours, 128).tolist() == [9 * 64, 4 * 64]
+    assert Manager.held_slots(manager, ours, 0) is None
 
 
 def test_nothing_is_written_into_ps_pool() -> None:

@@ -79,7 +79,7 @@ class Draws:
 
     def sample(self, original: Callable[..., Any], runner: Any, output: Any, batch: Any) -> Any:
         """Around `ModelRunner.sample(output, batch)`, which may change the logits in place."""
-        rows = list(self._rows(batch.rids or ()))
+        rows = list(self._rows(batch))
         if not rows:
             return original(runner, output, batch)
         logits = output.next_token_logits
@@ -93,10 +93,14 @@ class Draws:
             self._tell(told, raw, token_ids[[row.at for row in told]])
         return token_ids
 
-    def _rows(self, rids: Sequence[str]) -> Iterator[Row]:
-        for at, rid in enumerate(rids):
+    def _rows(self, batch: Any) -> Iterator[Row]:
+        for at, rid in enumerate(batch.rids or ()):
             request = self._requests.get(rid)
-            if request is not None and not self._orders[request].failed:
+            if request is None or self._orders[request].failed:
+                continue
+            # SGLang draws behind every chunk of a prompt; only the last one counts. Not every version tells lengths.
+            seen = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
+            if seen is None or seen >= len(request.origin_input_ids):
                 yield Row(at, self._orders[request], request.output_ids)
 
     def _draw(self, row: Row, logits: Any) -> Any:
@@ -117,7 +121,7 @@ class Draws:
             return None
 
     def _draw_first(self, found: Order, logits: Any) -> int:
-        """Every sample's first token from the one row; while chunks are missing it is drawn in vain."""
+        """Every sample's first token from the one row."""
         token_ids = tuple(int(draw_for(text, logits).argmax()) for text in found.texts)
         count = found.request.sampling.logprobs
         self._station.draw(found.room, First(token_ids, () if count is None else report(logits, token_ids, count)))

@@ -86,8 +86,8 @@ class Manager(BaseKVManager):
             return None
         queue = self._scheduler.disagg_decode_prealloc_queue.queue
         request = next(one.req for one in queue if one.kv_receiver is receiver)
-        row = getattr(request, "kv", request).req_pool_idx  # 0.5.17 has it on the request
-        return self._scheduler.req_to_token_pool.req_to_token[row, :tokens:PAGE_TOKENS].clone()
+        owner = request if hasattr(request, "req_pool_idx") else request.kv  # 0.5.17 has it on the request
+        return self._scheduler.req_to_token_pool.req_to_token[owner.req_pool_idx, :tokens:PAGE_TOKENS].clone()
 
     def _measure(self) -> tuple[int, int]:
         free = int(self._scheduler.token_to_kv_pool_allocator.available_size())
