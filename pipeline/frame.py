@@ -214,7 +214,8 @@ class FrameReader:
         got = page_digest(header.key, header.tokens, data)
         require(got == header.digest, "digest of payload", header.digest.hex(), got.hex())
         found = Page(header.index, header.tokens, view(data, self.shape))
-        require(_fault(found) is None, "page", "finite values and zero padding", _fault(found))
+        fault = _fault(found)
+        require(fault is None, "page", "finite values and zero padding", fault)
         self._advance(header, Kind.PAGE)
         self._digests.append(header.digest)
         self._next_index += 1

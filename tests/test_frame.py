@@ -233,6 +233,22 @@ def test_round_trip_of_any_finite_page(tokens: int, bits: int, codec: str, first
     assert receive(into, out.commit(first)) == Commit(-(-tokens // 64), tuple(first))
 
 
+def test_each_side_looks_through_a_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is as large as a cache: a second look costs as much as its digest."""
+    looks: list[PageArray] = []
+
+    def look(data: PageArray) -> bool:
+        looks.append(data)
+        return True
+
+    monkeypatch.setattr("pipeline.frame.is_finite", look)
+    frames, into = transfer(), reader()
+    assert len(looks) == 4
+    for each in frames:
+        receive(into, each)
+    assert len(looks) == 8
+
+
 def test_a_raw_payload_is_the_array_itself() -> None:
     page = make_page(0)
     out = writer()
