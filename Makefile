@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz clients bench clean
+.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz clients bench plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -68,6 +68,9 @@ clients: env env-vllm env-clients models ## LangChain, LiteLLM, LlamaIndex, Node
 
 bench: env env-vllm models ## benchmarks (ARGS names one)
 	@$(VENV)/python -m bench $(ARGS)
+
+plots: env ## docs/performance.md: its tables and pictures, from bench/results
+	@$(VENV)/python -m bench.plot $(ARGS)
 
 clean: ## remove everything that was built; checkpoints in models/ too
 	rm -rf .venv .venv-vllm .venv-sglang .venv-bench .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

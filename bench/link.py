@@ -19,7 +19,7 @@ from pathlib import Path
 
 BURST_BYTES = 128 << 10  # at 1 Gb/s a millisecond: what a timer of the kernel can be late
 QUEUE_MS = 20
-NAME = "bench"  # and a number: the namespace
+NAME = "crossfill-bench-"  # and whose it is: the namespace
 _NEWNET = 0x40000000
 SHAPED = {"85 MB/s": 85e6, "1 Gb/s": 125e6}  # what the original was measured on, and the usual office network
 
@@ -31,6 +31,7 @@ class Link:
     namespace: str
     near: str
     far: str
+    number: int  # of its devices
 
     @property
     def command(self) -> list[str]:
@@ -44,8 +45,7 @@ class Link:
     @property
     def _ends(self) -> tuple[tuple[list[str], str], ...]:
         """How to reach each end, and its device."""
-        number = self.namespace.removeprefix(NAME)
-        return ([], f"bn{number}"), (self.command, f"bf{number}")
+        return ([], f"bn{self.number}"), (self.command, f"bf{self.number}")
 
     def enter(self) -> None:
         """This thread, and all that it starts from here on, lives on the far host. Raises OSError."""
@@ -62,7 +62,9 @@ def shaped(bytes_per_s: float, number: int = 0) -> Iterator[Link]:
         raise RuntimeError(f"no shaped link: {why}")
     unique = (os.getpid() % (1 << 12)) << 2 | number
     third, fourth = unique >> 6, (unique & 63) << 2
-    link = Link(f"{NAME}{unique}", f"198.18.{third}.{fourth + 1}", f"198.18.{third}.{fourth + 2}")
+    _sweep()
+    name = f"{NAME}{os.getpid()}-{number}"
+    link = Link(name, f"198.18.{third}.{fourth + 1}", f"198.18.{third}.{fourth + 2}", unique)
     _run("ip", "netns", "add", link.namespace)
     try:
         _connect(link)
@@ -78,12 +80,20 @@ def missing() -> str:
         return "it takes Linux and root"
     if lacking := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"{' and '.join(lacking)} not found: install iproute2"
-    probe = f"benchp{os.getpid()}"
+    probe = f"{NAME}{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode:
         return made.stderr.strip()
     subprocess.run(["ip", "netns", "del", probe], check=False)
     return ""
+
+
+def _sweep() -> None:
+    """Remove what a bench that was killed has left."""
+    for path in Path("/run/netns").glob(f"{NAME}*"):
+        owner = path.name.removeprefix(NAME).split("-")[0]
+        if not Path("/proc", owner).exists():
+            subprocess.run(["ip", "netns", "del", path.name], check=False)
 
 
 def _connect(link: Link) -> None:

@@ -24,7 +24,7 @@ def test_a_transfer_crosses_it_and_both_ends_are_shaped() -> None:
         measured = pair.measure(stream.TCP, stream.TRANSPORTS[stream.TCP], task)
         assert measured.wire_bytes == 2 * stream.SHAPE.page_bytes
         far = _out(*made.command, "tc", "qdisc", "show")
-        near = next(line for line in _out("tc", "qdisc", "show").splitlines() if f"bn{made.namespace[5:]}" in line)
+        near = next(line for line in _out("tc", "qdisc", "show").splitlines() if f"bn{made.number}" in line)
         assert "tbf" in near
         assert "rate 680Mbit" in near
         assert "rate 680Mbit" in far
@@ -41,4 +41,15 @@ def test_a_command_of_the_far_host_sees_only_its_own_network() -> None:
         lines = _out(
             *made.command, sys.executable, "-c", "import socket; print(*[n for _, n in socket.if_nameindex()])"
         )
-    assert sorted(lines.split()) == sorted(["lo", f"bf{made.namespace[5:]}"])
+    assert sorted(lines.split()) == sorted(["lo", f"bf{made.number}"])
+
+
+def test_what_a_killed_bench_left_is_removed_by_the_next() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = f"{link.NAME}{ended.pid}-0"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    with link.shaped(85e6) as made:
+        names = _out("ip", "netns", "list")
+    assert left not in names
+    assert made.namespace in names

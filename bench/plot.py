@@ -1,0 +1,259 @@
+"""Draws what is in `bench/results` for `docs/performance.md`: the pictures, and the tables between its markers.
+
+Whatever results are there are taken up, those of a GPU (`gpu-*`) too; a bench that was never run has no picture.
+Nothing is measured here.
+
+    python -m bench.plot [--results bench/results] [--docs docs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench import ttft
+from bench.report import RESULTS, Target
+
+DOCS = Path(__file__).parent.parent / "docs"
+BLUE, GREY, ORANGE, GREEN, RED = "#3b6fb6", "#b4bac4", "#d9822b", "#4b9b6b", "#b6403b"
+COLOURS = (BLUE, ORANGE, GREEN, RED, GREY)
+MARKER = re.compile(r"(<!-- (?P<name>[a-z]+): begin -->\n).*?(<!-- (?P=name): end -->)", re.DOTALL)
+Result = dict[str, Any]
+Results = dict[str, Result]
+
+
+def read(folder: Path) -> Results:
+    """Every result there is, by the name of its file."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def stream(results: Results) -> Figure | None:
+    if "stream" not in results:
+        return None
+    rows = results["stream"]["rows"]
+    figure, (axes,) = _figure(1, height=0.9 + 0.35 * len(rows))
+    colours = [BLUE if row["transport"] == "Crossfill" else GREY for row in rows]
+    axes.barh([row["transport"] for row in rows][::-1], [row["mb_per_s"] for row in rows][::-1], color=colours[::-1])
+    axes.axvline(0.35 * rows[0]["mb_per_s"], color=RED, linewidth=1, linestyle="--")
+    axes.set_xlabel("MB/s of pages over TCP on the loopback; dashed: 0.35 of plain TCP")
+    return figure
+
+
+def codec(results: Results) -> Figure | None:
+    if "codec" not in results:
+        return None
+    rows = results["codec"]["crossed"]
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    figure, all_axes = _figure(len(links), height=2.6)
+    for axes, link in zip(all_axes, links, strict=True):
+        here = [row for row in rows if row["link"] == link]
+        colours = [GREY, *(BLUE for _ in here[1:-1]), ORANGE]
+        axes.bar([row["codec"].replace(" ", "\n") for row in here], [row["mb_per_s"] for row in here], color=colours)
+        axes.set_title(link, fontsize=9)
+    all_axes[0].set_ylabel("MB/s of unpacked KV")
+    return figure
+
+
+def links(results: Results) -> Figure | None:
+    if "links" not in results:
+        return None
+    rows = results["links"]["rows"]
+    names = list(dict.fromkeys(row["link"] for row in rows))
+    figure, all_axes = _figure(len(names), height=3.2)
+    for axes, name in zip(all_axes, names, strict=True):
+        here = [row for row in rows if row["link"] == name]
+        labels = [f"{row['prompt_tokens']} {row['route']}\n{row['case']}" for row in here]
+        places = range(len(here))
+        axes.barh(places, [row["ttft_ms"] / row["target_ms"] for row in here], color=BLUE)
+        axes.axvline(1, color=RED, linewidth=1, linestyle="--")
+        axes.set_yticks(places, labels, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("TTFT / its bound", fontsize=8)
+    return figure
+
+
+def load(results: Results) -> Figure | None:
+    if "load" not in results:
+        return None
+    rows = [row for row in results["load"]["rows"] if "of_cached" in row]
+    figure, (rates, waits) = _figure(2, height=2.8)
+    for colour, case in zip((BLUE, ORANGE, GREY), dict.fromkeys(row["case"] for row in rows), strict=False):
+        here = sorted((row for row in rows if row["case"] == case), key=lambda row: int(row["clients"]))
+        clients = [str(row["clients"]) for row in here]
+        rates.plot(clients, [row["tokens_per_s"] for row in here], marker="o", color=colour, label=case)
+        waits.plot(clients, [row["ttft_p50_ms"] / 1e3 for row in here], marker="o", color=colour, label=case)
+    rates.set_ylabel("tokens/s")
+    waits.set_ylabel("median TTFT, s")
+    waits.set_yscale("log")
+    for axes in (rates, waits):
+        axes.set_xlabel("clients at once")
+        axes.set_ylim(bottom=0 if axes is rates else None)
+    rates.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def turns(results: Results) -> Figure | None:
+    if "turns" not in results:
+        return None
+    rows = results["turns"]["rows"]
+    routes = list(dict.fromkeys(row["route"] for row in rows))
+    figure, all_axes = _figure(len(routes), height=2.8)
+    for axes, route in zip(all_axes, routes, strict=True):
+        here = [row for row in rows if row["route"] == route]
+        at = [row["turn"] for row in here]
+        axes.plot(at, [row["ttft_ms"] for row in here], marker="o", color=BLUE, label="handoff")
+        axes.plot(at, [row["prefill_alone_ms"] for row in here], marker="o", color=GREY, label="prefill engine alone")
+        axes.set_title(route, fontsize=9)
+        axes.set_xlabel("turn")
+        axes.set_ylim(bottom=0)
+    all_axes[0].set_ylabel("TTFT, ms")
+    all_axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def gpu(results: Results) -> Figure | None:
+    """TTFT over prompt length, one picture a file of `ops/gpu/ttft.py`, but for those that a later one replaced."""
+    found = dict(_gpu(results))
+    if not found:
+        return None
+    figure, all_axes = _figure(len(found), height=3.0)
+    for axes, (name, rows) in zip(all_axes, found.items(), strict=True):
+        for colour, route in zip(COLOURS, dict.fromkeys(row["route"] for row in rows), strict=False):
+            here = [row for row in rows if row["route"] == route]
+            tokens = [row["prompt_tokens"] for row in here]
+            axes.plot(tokens, [row["ttft_ms"] for row in here], marker="o", markersize=3, color=colour, label=route)
+            alone = [row["prefill_alone_ms"] for row in here]
+            axes.plot(tokens, alone, linestyle="--", linewidth=1, color=colour)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_title(name, fontsize=8)
+        axes.set_xlabel("prompt tokens", fontsize=8)
+        axes.legend(fontsize=7, frameon=False)
+    all_axes[0].set_ylabel("TTFT, ms; dashed: P alone")
+    return figure
+
+
+def _gpu(results: Results) -> Iterator[tuple[str, list[Result]]]:
+    for name, result in results.items():
+        if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
+            yield name.removeprefix("gpu-ttft-"), result["rows"]
+
+
+def _figure(columns: int, height: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(7.6, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = [figure.add_subplot(1, columns, place + 1) for place in range(columns)]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    return figure, all_axes
+
+
+PICTURES: dict[str, Callable[[Results], Figure | None]] = {
+    "stream": stream,
+    "codec": codec,
+    "links": links,
+    "load": load,
+    "turns": turns,
+    "gpu": gpu,
+}
+
+
+def targets(results: Results) -> str:
+    """Every target that any bench states, and what was measured."""
+    lines = _head("bench", "what", "measured", "target", "reached")
+    for name, result in results.items():
+        for row in result.get("targets", ()):
+            verdict = "yes" if row["reached"] else "**no**"
+            lines.append(_row(name, row["what"], f"{row['measured']:.3g} {row['unit']}", row["target"], verdict))
+    return "\n".join(lines) + "\n"
+
+
+def on_gpu(results: Results) -> str:
+    """What handoffs add on a GPU, against the same target as `ttft`'s."""
+    lines = _head("run", "route", "prompt", "P alone, ms", "handoff, ms", "added, ms", "target", "reached")
+    for name, rows in _gpu(results):
+        for row in rows:
+            alone = row["prefill_alone_ms"]
+            target = Target("", row["added_ms"], ttft.SHARE * alone + ttft.FIXED_MS, "ms")
+            times = (f"{value:.1f}" for value in (alone, row["ttft_ms"], row["added_ms"]))
+            verdict = "yes" if target.reached else "**no**"
+            lines.append(_row(name, row["route"], row["prompt_tokens"], *times, f"<= {target.bound:.1f}", verdict))
+    return "\n".join(lines) + "\n"
+
+
+def codecs(results: Results) -> str:
+    """What each codec gives and costs."""
+    lines = _head("codec", "ratio", "encode, MB/s", "decode, MB/s", "CPU s/GB")
+    for row in results.get("codec", {}).get("rows", ()):
+        rates = [
+            f"{row[rate]:.0f}" if row["cpu_s_per_gb"] > 0.01 else "-" for rate in ("encode_mb_per_s", "decode_mb_per_s")
+        ]
+        lines.append(_row(f"`{row['codec']}`", f"{row['ratio']:.3f}", *rates, f"{row['cpu_s_per_gb']:.2f}"))
+    return "\n".join(lines) + "\n"
+
+
+def changed(results: Results) -> str:
+    """What `int8` changes."""
+    lines = _head("text", "KL mean / max, nats", "best token equal", "nll, and added", "greedy tokens equal")
+    for row in results.get("codec", {}).get("int8", ()):
+        divergence = f"{row['kl_mean']:.2g} / {row['kl_max']:.2g}"
+        surprise = f"{row['nll']:.3f} {row['nll_added']:+.4f}"
+        greedy = f"{row['greedy_equal']} of {row['greedy_tokens']}"
+        lines.append(_row(row["text"], divergence, f"{100 * row['best_equal']:.1f} %", surprise, greedy))
+    return "\n".join(lines) + "\n"
+
+
+def _head(*names: str) -> list[str]:
+    return [_row(*names), _row(*("---" for _ in names))]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "targets": targets,
+    "gpu": on_gpu,
+    "codecs": codecs,
+    "changed": changed,
+}
+
+
+def fill(page: str, results: Results) -> str:
+    """The page with its tables drawn anew. Raises KeyError for a marker that no table belongs to."""
+    return MARKER.sub(lambda found: f"{found[1]}\n{TABLES[found['name']](results)}\n{found[3]}", page)
+
+
+def draw(results: Results, docs: Path) -> list[Path]:
+    """Write pictures and tables; what was written."""
+    written = []
+    for name, picture in PICTURES.items():
+        if figure := picture(results):
+            written.append(docs / "images" / f"perf-{name}.png")
+            figure.savefig(written[-1], metadata={"Software": None})
+    page = docs / "performance.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return [*written, page]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    options = parser.parse_args(arguments)
+    for path in draw(read(options.results), options.docs):
+        print("written:", path)
+
+
+if __name__ == "__main__":
+    main()

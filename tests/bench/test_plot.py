@@ -1,0 +1,62 @@
+"""Pictures and tables of docs/performance.md: whatever results are there, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import plot
+
+PAGE = "# Title\n<!-- targets: begin -->\nold\n<!-- targets: end -->\nbetween\n<!-- gpu: begin -->\n<!-- gpu: end -->\n"
+TARGET = {"what": "regret", "measured": 1.2706, "target": "<= 10", "unit": "%", "reached": True}
+GPU_ROW = {"route": "a->b", "prompt_tokens": 51, "prefill_alone_ms": 100.0, "ttft_ms": 130.0, "added_ms": 20.0}
+
+
+def test_tables_replace_what_stood_between_the_markers_and_only_that() -> None:
+    results: plot.Results = {
+        "router": {"targets": [TARGET]},
+        "gpu-ttft-a-b": {"rows": [GPU_ROW]},
+        "gpu-ttft-a-b-earlier": {"rows": [1]},
+    }
+    page = plot.fill(PAGE, results)
+    assert "old" not in page
+    assert "between" in page
+    assert "| router | regret | 1.27 % | <= 10 | yes |\n" in page
+    assert "| a-b | a->b | 51 | 100.0 | 130.0 | 20.0 | <= 18.0 | **no** |\n" in page
+    assert plot.fill(page, results) == page
+
+
+def test_a_marker_without_a_table_is_an_error() -> None:
+    with pytest.raises(KeyError, match="other"):
+        plot.fill("<!-- other: begin -->\n<!-- other: end -->", {})
+
+
+def test_what_was_never_measured_has_no_picture() -> None:
+    assert [picture({}) for picture in plot.PICTURES.values()] == [None] * len(plot.PICTURES)
+
+
+def test_pictures_are_drawn_from_every_result(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "performance.md").write_text(PAGE)
+    load = {"clients": 1, "case": "handoff", "tokens_per_s": 5.0, "ttft_p50_ms": 9.0, "of_cached": 0.5}
+    turn = {"turn": 1, "route": "a->b", "ttft_ms": 5.0, "prefill_alone_ms": 4.0}
+    link = {"link": "slow", "prompt_tokens": 51, "route": "a->b", "case": "new", "ttft_ms": 5.0, "target_ms": 4.0}
+    crossed = [{"link": "slow", "codec": name, "mb_per_s": 5.0} for name in ("plain TCP", "raw", "auto")]
+    for name, result in {
+        "stream": {"rows": [{"transport": "plain TCP", "mb_per_s": 5.0}, {"transport": "Crossfill", "mb_per_s": 2.0}]},
+        "codec": {"crossed": crossed},
+        "links": {"rows": [link]},
+        "load": {"rows": [load]},
+        "turns": {"rows": [turn]},
+        "gpu-ttft-a-b": {"rows": [GPU_ROW]},
+    }.items():
+        (results / f"{name}.json").write_text(json.dumps(result))
+    plot.main(["--results", str(results), "--docs", str(tmp_path)])
+    drawn = sorted(path.name for path in (tmp_path / "images").iterdir())
+    assert drawn == sorted(f"perf-{name}.png" for name in plot.PICTURES)
+    assert all((tmp_path / "images" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+    assert "| a-b | a->b | 51 |" in (tmp_path / "performance.md").read_text()
