@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,7 +25,9 @@ from bench.report import RESULTS, Target
 DOCS = Path(__file__).parent.parent / "docs"
 BLUE, GREY, ORANGE, GREEN, RED = "#3b6fb6", "#b4bac4", "#d9822b", "#4b9b6b", "#b6403b"
 COLOURS = (BLUE, ORANGE, GREEN, RED, GREY)
-MARKER = re.compile(r"(<!-- (?P<name>[a-z]+): begin -->\n).*?(<!-- (?P=name): end -->)", re.DOTALL)
+MARKER = re.compile(
+    r"(<!-- (?P<kind>table|picture) (?P<name>[a-z]+): begin -->\n).*?(<!-- (?P=kind) (?P=name): end -->)", re.DOTALL
+)
 Result = dict[str, Any]
 Results = dict[str, Result]
 
@@ -158,13 +160,20 @@ def _figure(columns: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, all_axes
 
 
-PICTURES: dict[str, Callable[[Results], Figure | None]] = {
-    "stream": stream,
-    "codec": codec,
-    "links": links,
-    "load": load,
-    "turns": turns,
-    "gpu": gpu,
+class Picture(NamedTuple):
+    """What draws it, and what it shows."""
+
+    draw: Callable[[Results], Figure | None]
+    caption: str
+
+
+PICTURES = {
+    "stream": Picture(stream, "Throughput of pages"),
+    "codec": Picture(codec, "KV per second over links"),
+    "links": Picture(links, "Time to first token over slow links"),
+    "load": Picture(load, "Tokens per second under load"),
+    "turns": Picture(turns, "Turns of a chat"),
+    "gpu": Picture(gpu, "Time to first token on a GPU"),
 }
 
 
@@ -230,15 +239,27 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def fill(page: str, results: Results) -> str:
-    """The page with its tables drawn anew. Raises KeyError for a marker that no table belongs to."""
-    return MARKER.sub(lambda found: f"{found[1]}\n{TABLES[found['name']](results)}\n{found[3]}", page)
+    """The page with its tables drawn anew, and its pictures in place as far as there are results for them.
+
+    Raises KeyError for a marker that neither belongs to.
+    """
+    return MARKER.sub(lambda found: f"{found[1]}\n{_part(found['kind'], found['name'], results)}\n{found[4]}", page)
+
+
+def _part(kind: str, name: str, results: Results) -> str:
+    if kind == "table":
+        return TABLES[name](results)
+    picture = PICTURES[name]
+    if picture.draw(results) is None:
+        return "*Not measured yet.*\n"
+    return f"![{picture.caption}](images/perf-{name}.png)\n"
 
 
 def draw(results: Results, docs: Path) -> list[Path]:
     """Write pictures and tables; what was written."""
     written = []
     for name, picture in PICTURES.items():
-        if figure := picture(results):
+        if figure := picture.draw(results):
             written.append(docs / "images" / f"perf-{name}.png")
             figure.savefig(written[-1], metadata={"Software": None})
     page = docs / "performance.md"

@@ -9,7 +9,16 @@ import pytest
 
 from bench import plot
 
-PAGE = "# Title\n<!-- targets: begin -->\nold\n<!-- targets: end -->\nbetween\n<!-- gpu: begin -->\n<!-- gpu: end -->\n"
+PAGE = """# Title
+<!-- table targets: begin -->
+old
+<!-- table targets: end -->
+between
+<!-- table gpu: begin -->
+<!-- table gpu: end -->
+<!-- picture turns: begin -->
+<!-- picture turns: end -->
+"""
 TARGET = {"what": "regret", "measured": 1.2706, "target": "<= 10", "unit": "%", "reached": True}
 GPU_ROW = {"route": "a->b", "prompt_tokens": 51, "prefill_alone_ms": 100.0, "ttft_ms": 130.0, "added_ms": 20.0}
 
@@ -25,16 +34,18 @@ def test_tables_replace_what_stood_between_the_markers_and_only_that() -> None:
     assert "between" in page
     assert "| router | regret | 1.27 % | <= 10 | yes |\n" in page
     assert "| a-b | a->b | 51 | 100.0 | 130.0 | 20.0 | <= 18.0 | **no** |\n" in page
+    assert "*Not measured yet.*" in page
     assert plot.fill(page, results) == page
 
 
 def test_a_marker_without_a_table_is_an_error() -> None:
-    with pytest.raises(KeyError, match="other"):
-        plot.fill("<!-- other: begin -->\n<!-- other: end -->", {})
+    for kind in ("table", "picture"):
+        with pytest.raises(KeyError, match="other"):
+            plot.fill(f"<!-- {kind} other: begin -->\n<!-- {kind} other: end -->", {})
 
 
 def test_what_was_never_measured_has_no_picture() -> None:
-    assert [picture({}) for picture in plot.PICTURES.values()] == [None] * len(plot.PICTURES)
+    assert [picture.draw({}) for picture in plot.PICTURES.values()] == [None] * len(plot.PICTURES)
 
 
 def test_pictures_are_drawn_from_every_result(tmp_path: Path) -> None:
@@ -59,4 +70,6 @@ def test_pictures_are_drawn_from_every_result(tmp_path: Path) -> None:
     drawn = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert drawn == sorted(f"perf-{name}.png" for name in plot.PICTURES)
     assert all((tmp_path / "images" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
-    assert "| a-b | a->b | 51 |" in (tmp_path / "performance.md").read_text()
+    page = (tmp_path / "performance.md").read_text()
+    assert "| a-b | a->b | 51 |" in page
+    assert "![Turns of a chat](images/perf-turns.png)" in page
