@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from pipeline import grammar
 from pipeline.engines.base import Engine
-from pipeline.errors import InvalidParameterError
+from pipeline.errors import EngineError, InvalidParameterError
 from pipeline.logprob import TokenLogprob
 from pipeline.request import Request, Sampling
 from tests.engines.flow import (
@@ -28,6 +28,7 @@ from tests.engines.flow import (
     PATIENCE_S,
     Oracle,
     Sample,
+    compute_locally,
     deliver_samples,
     export,
     prompt,
@@ -316,6 +317,24 @@ def test_a_grammar_holds_beside_free_requests(
         admission.close()
     for sample in samples:
         jsonschema.validate(json.loads(text_of(tokenizer, sample)), PERSON)
+
+
+def test_a_grammar_that_fails_in_its_text_ends_no_other(engine: Engine) -> None:
+    """It compiles, and is too large to be followed: its own request fails, the neighbour in the batch goes on."""
+    require(engine, "grammar")
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(1200)}}
+    large = Sampling(8, grammar=grammar.encode("json_schema", schema))
+    with pytest.raises(EngineError, match="grammar cannot be followed"):  # alone, which also compiles it
+        compute_locally(engine, request(prompt(70), large))
+    free = engine.admit(request(prompt(50), Sampling(max_tokens=500, temperature=0.0)), local=True)
+    try:
+        steps = free.decode()
+        next(steps)
+        with pytest.raises(EngineError, match="grammar cannot be followed"):
+            compute_locally(engine, request(prompt(70), large))
+        assert [next(steps).finish for _ in range(3)] == [None] * 3
+    finally:
+        free.close()
 
 
 # Several samples

@@ -19,8 +19,8 @@ from pipeline.engines.mlx.cache import Chunk
 from pipeline.engines.mlx.lm import BatchKVCache
 from pipeline.engines.mlx.model import Model
 from pipeline.engines.mlx.sampler import Report, Sampler, draw, report
-from pipeline.engines.text import Text
-from pipeline.errors import CrossfillError
+from pipeline.engines.text import Change, Text
+from pipeline.errors import CrossfillError, EngineError
 from pipeline.logprob import TokenLogprob
 
 _TRIM_STEPS = 512  # MLX keeps freed buffers of every size it has seen: hand them back from time to time
@@ -88,8 +88,14 @@ class Row:
         self._outbox.put(TokenStep((token,), finish, self._sample, None if logprob is None else (logprob,)))
         return finish is not None
 
-    def fail(self, error: CrossfillError) -> None:
-        self._outbox.fail(error)
+    def fail(self, error: BaseException) -> None:
+        """The thread of its job gets `error`, as a CrossfillError."""
+        self._outbox.fail(failure(error))
+
+
+def failure(error: BaseException) -> CrossfillError:
+    """What a request is told of `error`."""
+    return error if isinstance(error, CrossfillError) else EngineError(f"MLX failed: {error}")
 
 
 class _Drawn(NamedTuple):
@@ -149,21 +155,38 @@ class Batch:
             self._keep([at for at, one in enumerate(self.rows) if one is not row])
 
     def step(self, *, ahead: bool) -> int:
-        """Every row gets its next token; returns how many were emitted. Needs at least one row."""
+        """Every row gets its next token; returns how many were emitted. Needs at least one row.
+
+        A row whose own text cannot go on (a grammar that turns out too large to be followed) fails, and it alone.
+        """
         if self._drawn is None:
-            self._drawn = self._forward(self._inputs)
+            changes = self._changes()
+            if not self.rows:
+                return 0
+            self._drawn = self._forward(self._inputs, changes)
         # Where a row has drawn its last token the next step would be computed for nothing, and where what may come
         # next depends on the tokens so far, they must be read first.
         more = ahead and all(row.drawn < row.limit and not row.text.changes for row in self.rows)
-        emitted = self._read(self._forward(self._drawn.tokens) if more else None)
+        emitted = self._read(self._forward(self._drawn.tokens, [None] * len(self.rows)) if more else None)
         self._steps += 1
         if self._steps % _TRIM_STEPS == 0:
             mx.clear_cache()
         return emitted
 
-    def _forward(self, inputs: Any) -> _Drawn:
+    def _changes(self) -> list[Change | None]:
+        """What each row's logits go through; rows that cannot say it leave."""
+        found: dict[Row, Change | None] = {}
+        for row in self.rows:
+            try:
+                found[row] = row.text.change()
+            except Exception as error:
+                row.fail(error)
+        if len(found) < len(self.rows):
+            self._keep([at for at, row in enumerate(self.rows) if row in found])
+        return list(found.values())
+
+    def _forward(self, inputs: Any, changes: Sequence[Change | None]) -> _Drawn:
         logits = self._model.module(inputs[:, None], cache=self._caches)[:, -1, :]
-        changes = [row.text.change() for row in self.rows]
         tokens = draw([row.sampler for row in self.rows], [row.position for row in self.rows], logits, changes)
         reports = [
             None if row.logprobs is None else report(logits[at : at + 1], tokens[at : at + 1], row.logprobs)
@@ -181,7 +204,7 @@ class Batch:
         tokens = drawn.tokens.tolist()
         staying = []
         for at, (row, token, one) in enumerate(zip(list(self.rows), tokens, drawn.reports, strict=True)):
-            if not row.push(token, one and one.read(token)):
+            if not _pushed_last(row, token, one and one.read(token)):
                 staying.append(at)
         if len(staying) < len(tokens):
             for at in set(range(len(tokens))) - set(staying):
@@ -201,6 +224,15 @@ class Batch:
         self._inputs = self._inputs[chosen]
         if self._drawn is not None:
             self._drawn = _Drawn(self._drawn.tokens[chosen], [self._drawn.reports[at] for at in staying])
+
+
+def _pushed_last(row: Row, token: int, logprob: TokenLogprob | None) -> bool:
+    """Whether nothing follows `token`: it was the last, or its row's text failed of it."""
+    try:
+        return row.push(token, logprob)
+    except Exception as error:
+        row.fail(error)
+        return True
 
 
 def _batched(one: Any) -> Any:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from pipeline.contract import Contract
 from pipeline.engines.mlx import model as checkpoint_model
-from pipeline.engines.mlx.batch import Batch, Row
+from pipeline.engines.mlx.batch import Batch, Row, failure
 from pipeline.engines.mlx.cache import Assembly, Chunk
 from pipeline.engines.mlx.loop import Loop
 from pipeline.engines.mlx.memory import Memory
@@ -153,7 +153,7 @@ class Core:
                 self._finish(prompt)
         except Exception as error:  # one prompt's, not the engine's: out of memory, for one
             self._withdraw([prompt], [])
-            prompt.on_fail(_engine_error(error))
+            prompt.on_fail(failure(error))
 
     def _finish(self, prompt: Prompt) -> None:
         self._prompts.remove(prompt)
@@ -166,7 +166,7 @@ class Core:
             self.tokens_sampled += self._batch.step(ahead=ahead)
         except Exception as error:  # the caches of the whole batch are in doubt
             for row in self._batch.rows:
-                row.fail(_engine_error(error))
+                row.fail(error)
             self._batch.clear()
 
     def _join(self, rows: Sequence[Row], caches: list[Any]) -> None:
@@ -199,10 +199,6 @@ def _require_room(checkpoint: Path, kv_cache_bytes: int) -> None:
         raise ConfigError(f"MLX cannot serve the model: {short}")
 
 
-def _engine_error(error: BaseException) -> CrossfillError:
-    return error if isinstance(error, CrossfillError) else EngineError(f"MLX failed: {error}")
-
-
 def _tell(row: Row, done: Future[None]) -> None:
     if (error := done.exception()) is not None:
-        row.fail(_engine_error(error))
+        row.fail(error)

@@ -55,7 +55,8 @@ class MlxEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        room = self._core.memory.max_tokens // STEP * STEP  # caches grow by whole steps
+        steps = self._core.memory.max_tokens // STEP - 1  # caches grow by whole steps, and `_room` asks for one more
+        room = max(1, steps * STEP)  # 0 would be no bound at all
         return Capabilities(max_running=self._settings.max_running, kv_tokens=room, features=SUPPORTED[self.name])
 
     def prefill(self, request: Request) -> MlxPrefill:
