@@ -8,7 +8,7 @@ whether or not that one is dead.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -117,8 +117,8 @@ class Dispatch:
         specs = jobs(record.handoff_id, route, decoder.model)
         return Change(fields, drop, partial(self._enqueue, specs))
 
-    def _require_harmless(self, record: Record, deaths: Collection[str] = ()) -> None:
-        lost = record.lost_with(deaths)
+    def _require_harmless(self, record: Record, deaths: Mapping[str, str] | None = None) -> None:
+        lost = record.lost_with(deaths or {})
         if lost >= self.settings.handoff.quarantine_after:
             raise QuarantinedError(lost)
 

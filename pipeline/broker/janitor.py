@@ -170,8 +170,8 @@ class Janitor:
     def _leave(self, seen: Snapshot, role: Role, worker: str) -> None:
         attempt = seen.attempt(role)
         error = ErrorInfo.of(WorkerLostError(f"{role} worker {worker} is gone"))
-        death, record = f"{LOST}{role}_{attempt}", self.ledger.load(seen.handoff_id)
-        fields: Fields = {death: worker, "lost_workers": record.lost_with({death}) if record else 1}
+        death, record = {f"{LOST}{role}_{attempt}": worker}, self.ledger.load(seen.handoff_id)
+        fields: Fields = {**death, "lost_workers": record.lost_with(death) if record else 1}
         self.ledger.leave(seen.handoff_id, role, attempt, error=error, fields=fields)
 
     def _take_over(self, seen: Snapshot, lost: dict[Role, str]) -> None:

@@ -6,7 +6,7 @@ A `Snapshot` is the small part (no prompt), read twice a second by everybody who
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pipeline.request import Request
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-LOST = "lost_"  # + role and attempt: the worker that died in it; a field each, so that no death counts twice
+LOST = "lost_"  # + role and attempt: the worker that died in it, which may be the same one in both roles
 _UNSAID = ("raw", "lz4")  # the codecs that a worker takes which does not name them
 SMALL = (
     "state",
@@ -156,9 +156,12 @@ class Record(Snapshot):
         """Tokens that decode replicas before the present one have emitted."""
         return self.number("resumed")
 
-    def lost_with(self, deaths: Collection[str] = ()) -> int:
+    def lost_with(self, deaths: Mapping[str, str]) -> int:
         """How many workers have died while they took part; `deaths` are fields that may not be in it yet."""
-        return len({name for name in self.fields if name.startswith(LOST) and name != "lost_workers"} | {*deaths})
+        known = {
+            name: worker for name, worker in self.fields.items() if name.startswith(LOST) and name != "lost_workers"
+        }
+        return len({*known.values(), *deaths.values()})
 
 
 def snapshot(handoff_id: str, values: list[bytes | None], names: Sequence[str] = SMALL) -> Snapshot | None:

@@ -17,7 +17,7 @@ from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.job import open_queue, text
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
-from pipeline.broker.record import Accept, Record
+from pipeline.broker.record import ROLES, Accept, Record
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError, NoReplicaError, PeerError, QuarantinedError, StaleAttemptError
@@ -297,6 +297,17 @@ def test_one_that_lost_two_workers_is_quarantined(scene: Scene) -> None:
     scene.ledger.leave(handoff, "prefill", 2, fields={"lost_prefill_2": "box-0@1"})
     with pytest.raises(QuarantinedError):
         scene.dispatch.resend(handoff, Attempts(2, 2), BROKEN)
+
+
+def test_one_that_served_both_roles_died_once(scene: Scene) -> None:
+    scene.register("mac-1", "mlx", "decode")
+    handoff = scene.begin()
+    for role in ROLES:
+        scene.ledger.enter(handoff, role, "mac-0@1")
+    scene.die("mac-0")
+    assert scene.dispatch.take_over(handoff, 1, dict.fromkeys(ROLES, "mac-0@1")) is True
+    assert scene.record(handoff).number("lost_workers") == 1
+    assert scene.record(handoff).lost_with({"lost_decode_2": "mac-1@1"}) == 2
 
 
 def test_of_many_who_notice_at_once_one_acts(scene: Scene) -> None:
