@@ -101,19 +101,18 @@ _ADVICE: tuple[tuple[type[failures.RedisError], str], ...] = (
     (failures.ReadOnlyError, "the broker is a read-only replica: point broker.url at the primary"),
     (failures.TimeoutError, "the broker did not answer in time: check that it runs and is reachable"),
     (failures.ConnectionError, "the broker is unreachable: check broker.url and that the server runs"),
+    (failures.RedisError, "the broker refused a command: see its log"),  # MASTERDOWN, BUSY, MISCONF, CLUSTERDOWN
 )
 
 
 @contextmanager
 def translate() -> Iterator[None]:
-    """Raise what the network or the server does to us as BrokerError, saying what to do. Other errors pass."""
+    """Raise what the network or the server does to us as BrokerError, saying what to do."""
     try:
         yield
     except failures.RedisError as error:
-        for kind, advice in _ADVICE:
-            if isinstance(error, kind):
-                raise BrokerError(f"{advice} ({error})") from error
-        raise
+        advice = next(advice for kind, advice in _ADVICE if isinstance(error, kind))
+        raise BrokerError(f"{advice} ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import zlib
 from typing import NamedTuple
 
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from rq import Queue
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
@@ -78,7 +78,7 @@ def fetch(client: Redis, queue: Queue, job_id: str) -> HandoffJob | None:
         client.lrem(queue.intermediate_queue_key, 1, job_id)
         return None
     except Exception as error:  # an assertion, an overflow: RQ's parser trusts what it reads
-        if isinstance(error, RedisError) and not isinstance(error, ResponseError):
+        if isinstance(error, RedisError) and not str(error).startswith("WRONGTYPE"):
             raise
         remove(client, queue, job_id, error)
         return None

@@ -189,6 +189,9 @@ class Signals:
             except (RedisError, OSError) as error:
                 _log.warning("signals: %s; subscribing again", error)
                 self._closing.wait(_HEAL_S)
+            except Exception:  # without this thread nobody here hears of an end
+                _log.exception("signals; subscribing again")
+                self._closing.wait(_HEAL_S)
 
     def _listen(self) -> None:
         with self._client.pubsub(ignore_subscribe_messages=True) as pubsub:
@@ -214,5 +217,14 @@ class Signals:
             with self._lock:
                 watches = [watch for several in self._watches.values() for watch in several]
             for watch in watches:
-                with contextlib.suppress(BrokerError):  # it is looked at again
-                    watch.heal()
+                self._heal_one(watch)
+
+    @staticmethod
+    def _heal_one(watch: Watch) -> None:
+        """It is looked at again: nothing ends the thread that all of them wait for."""
+        try:
+            watch.heal()
+        except BrokerError:
+            pass  # the heartbeat says so
+        except Exception:
+            _log.exception("a watch was not healed")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from redis import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ClusterDownError, MasterDownError, RedisError, ResponseError
 
 from pipeline.broker import connect as connections
 from pipeline.broker.connect import (
@@ -171,9 +171,25 @@ def test_a_full_server_is_named(clean: Redis) -> None:
         clean.eval("#!lua\nreturn redis.call('SET', KEYS[1], 'v')", 1, "k")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MasterDownError("Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
+        ClusterDownError("The cluster is down"),
+        ResponseError("BUSY Redis is busy running a script."),
+        ResponseError("MISCONF Redis is configured to save RDB snapshots, but is unable to persist to disk."),
+    ],
+)
+def test_a_server_in_trouble_is_a_broker_error(error: RedisError) -> None:
+    with pytest.raises(BrokerError, match="refused a command") as caught, translate():
+        raise error
+    assert caught.value.retryable
+    assert str(error) in str(caught.value)
+
+
 def test_other_errors_pass_through(clean: Redis) -> None:
     clean.set("k", "v")
-    with pytest.raises(ResponseError, match="WRONGTYPE"), translate():
+    with pytest.raises(BrokerError, match="WRONGTYPE"), translate():
         clean.lpush("k", "v")
     with pytest.raises(ZeroDivisionError), translate():
         raise ZeroDivisionError

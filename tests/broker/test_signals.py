@@ -284,6 +284,18 @@ def test_healing_goes_on_after_the_broker_was_away(server_url: str, redis_client
         signals.close()
 
 
+def test_healing_outlives_what_nobody_expected(ledger: Counting, signals: Signals, redis_client: Redis) -> None:
+    """One watch raises each time it is looked at; the other is still healed."""
+    broken, sound = _create(ledger), _create(ledger)
+    redis_client.hset(keys.HandoffKeys(broken).record, "state", "no state")
+    closed = threading.Event()
+    with signals.watch(broken), signals.watch(sound) as watch:
+        watch.on_over(closed.set)
+        _eventually(lambda: ledger.looks >= 2, "a look at both")
+        _write(redis_client, sound, state=State.CANCELLING)
+        assert closed.wait(PATIENCE_S)
+
+
 def test_closing_ends_both_threads(ledger: Counting, server_url: str) -> None:
     before = set(threading.enumerate())
     with connect_blocking(server_url) as client:
