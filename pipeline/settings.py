@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MIB = 1 << 20
+_TTL_MARGIN_S = 30.0  # a handoff past its deadline is ended and read before its record is gone
 Role: TypeAlias = Literal["prefill", "decode", "both"]
 Codec: TypeAlias = Literal["auto", "raw", "lz4", "zstd", "int8"]
 
@@ -28,7 +29,7 @@ class BrokerSettings(_Section):
         "raw"  # how pages are packed; "int8" is lossy and must be set on both sides; "auto" measures the link
     )
     payload_ttl_s: float = Field(30.0, gt=0)  # a payload nobody fetched disappears by itself
-    handoff_ttl_s: float = Field(900.0, gt=0)  # every key of a handoff, should all cleanup fail
+    handoff_ttl_s: float = Field(900.0, gt=0)  # every key of a handoff, however long it lives
     result_ttl_s: int = Field(60, ge=0)  # RQ: finished jobs stay visible this long
     failure_ttl_s: int = Field(600, ge=0)
 
@@ -111,10 +112,10 @@ class HandoffSettings(_Section):
     failure_policy: Literal["recompute", "fail"] = "recompute"  # once the retries are used up
     retries: int = Field(2, ge=0)  # how often another P sends a prompt again, and how often another D takes over
     quarantine_after: int = Field(2, ge=1)  # workers lost while they worked on one handoff; then it fails for good
-    queue_s: float = 60.0
-    accept_s: float = 60.0
-    progress_s: float = 60.0
-    total_s: float = 600.0
+    queue_s: float = Field(60.0, gt=0)
+    accept_s: float = Field(60.0, gt=0)
+    progress_s: float = Field(60.0, gt=0)
+    total_s: float = Field(600.0, gt=0)  # at least 30 s less than broker.handoff_ttl_s
 
 
 class RoutingSettings(_Section):
@@ -146,3 +147,14 @@ class Settings(_Section):
     observe: ObserveSettings = ObserveSettings()
     capture: CaptureSettings = CaptureSettings()
     workers: tuple[WorkerSettings, ...] = ()
+
+    @model_validator(mode="after")
+    def _a_deadline_comes_before_the_record_is_gone(self) -> Settings:
+        """Nothing renews a record: a handoff that may take longer would be lost while it is at work."""
+        longest = self.broker.handoff_ttl_s - _TTL_MARGIN_S
+        if self.handoff.total_s > longest:
+            raise ValueError(
+                f"handoff.total_s is {self.handoff.total_s:g} and broker.handoff_ttl_s {self.broker.handoff_ttl_s:g}: "
+                f"raise handoff_ttl_s to {self.handoff.total_s + _TTL_MARGIN_S:g} or more, or lower total_s"
+            )
+        return self

@@ -59,6 +59,8 @@ def test_environment_alone_makes_a_section() -> None:
         ({"CROSSFILL_API__PORT": "http"}, {}, "api.port: Input should be a valid integer"),
         ({}, {"handoff": {"failure_policy": "hope"}}, "handoff.failure_policy: Input should be 'recompute' or 'fail'"),
         ({}, {"workers": [{"engine": "mlx", "model": "m"}]}, "workers[0].name: Field required"),
+        ({}, {"handoff": {"queue_s": 0}}, "handoff.queue_s: Input should be greater than 0"),
+        ({}, {"handoff": {"total_s": 900}}, "raise handoff_ttl_s to 930 or more, or lower total_s"),
         ({"CROSSFILL_WORKERS__0__SLOTS": "2"}, {}, "CROSSFILL_WORKERS__0__SLOTS: workers are a list"),
     ],
 )
