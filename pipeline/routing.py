@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from pipeline.contract import Contract, require_equal
@@ -142,11 +143,31 @@ def ways(
     with contextlib.suppress(NoReplicaError, UnsupportedFeatureError):
         able = _able(_decoders(serving, wish), needs)
         able.sort(key=lambda r: (_decode_load(r, pending or {}), r.name))
-        free = [r for r in able if _decode_load(r, pending or {}) < 1] or able
-        looked = [r for i, r in enumerate(free) if i < _DECODERS_LOOKED_AT or r.name in prefer]
-        pairs = [(d, p) for d in looked for p in _prefills_for(serving, d, wish, prompt_tokens, needs)]
+        free = [r for r in able if _decode_load(r, pending or {}) < 1]
+        found = partial(_pairs, serving, wish=wish, prompt_tokens=prompt_tokens, needs=needs, prefer=prefer)
+        pairs = found(free) or found(able)
         return [_route(d, p, contract.digest) for d, p in sorted(pairs, key=lambda pair: pair[1] is None)]
     return []
+
+
+def _pairs(
+    serving: Sequence[Candidate],
+    decoders: Sequence[Candidate],
+    *,
+    wish: Wish,
+    prompt_tokens: int,
+    needs: frozenset[str],
+    prefer: Collection[str],
+) -> list[tuple[Candidate, str | None]]:
+    """With the first few of `decoders` that anybody can compute the prompt for, and with those of `prefer`."""
+    found: list[tuple[Candidate, str | None]] = []
+    looked_at = 0
+    for decoder in decoders:
+        if looked_at < _DECODERS_LOOKED_AT or decoder.name in prefer:
+            prefills = _prefills_for(serving, decoder, wish, prompt_tokens, needs)
+            found += [(decoder, prefill) for prefill in prefills]
+            looked_at += bool(prefills)
+    return found
 
 
 def _prefills_for(

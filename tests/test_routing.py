@@ -198,6 +198,16 @@ def test_of_many_decoders_the_least_busy_and_the_preferred_are_looked_at_and_no_
     assert [name for _, name in ways(replace(VLLM, role="prefill"), macs[7])] == ["mac-7", "mac-7"]
 
 
+def test_decoders_that_nobody_computes_for_do_not_hide_the_one_that_can_itself() -> None:
+    """Where `choose` finds a route, `ways` does."""
+    alone = {"role": "decode", "can_prefill": False, "needs_first_token": True}
+    helpless = [Fake(f"box-{n}", "sglang", **alone) for n in range(4)]
+    assert ways(*helpless, replace(MLX, role="decode")) == [("local:mlx", "mac")]
+    full = replace(MLX, role="decode", load={"decode_running": 16})
+    assert choose(*helpless, full) == "local:mlx"
+    assert ways(*helpless, full) == [("local:mlx", "mac")]
+
+
 GRAMMAR, BOTH = frozenset({"grammar"}), frozenset({"grammar", "n"})
 
 
