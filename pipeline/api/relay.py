@@ -282,8 +282,8 @@ class Relay:
     async def _finish(self, prompt: Prompt, entry: Entry, submission: Submission) -> None:
         try:
             if not entry.last:  # ours: D does not know yet
-                await submission.stop(sum(output.tokens for output in prompt.outputs))
-                prompt.ended = True
+                # Refused where another D is about to take over: it is cancelled then.
+                prompt.ended = await submission.stop(sum(output.tokens for output in prompt.outputs))
             if self._traced or entry.held_tokens is None:
                 prompt.trace = await submission.trace()
                 prompt.cached_tokens = prompt.cached_tokens or (prompt.trace or {}).get("reused_tokens", 0)

@@ -15,7 +15,7 @@ from pipeline.errors import CrossfillError, InvalidParameterError, NoReplicaErro
 from pipeline.request import Sampling
 from pipeline.routing import Wish
 from tests.api.conftest import CREATED, EOS, chat
-from tests.api.fake import FakeBackend, failure, steps
+from tests.api.fake import FakeBackend, FakeSubmission, failure, steps
 
 pytestmark = pytest.mark.anyio
 Ids = Callable[[str], list[int]]
@@ -211,6 +211,21 @@ async def test_a_stop_string_ends_it(
     assert usage["completion_tokens"] == until
     assert usage["prompt_tokens_details"]["cached_tokens"] == 7  # D said no last word: the trace knows
     assert backend.log == [("stop", until), ("close",)]
+
+
+async def test_a_stop_string_that_the_ledger_refuses_cancels(
+    client: httpx.AsyncClient, backend: FakeBackend, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another D is about to take over: it must not compute for nobody."""
+
+    async def refused(self: FakeSubmission, tokens: int) -> bool:
+        return False
+
+    monkeypatch.setattr(FakeSubmission, "stop", refused)
+    backend.scripts = [steps(ids("One two three"), None, size=1)]
+    answer = await client.post("/v1/chat/completions", json=chat(stop=["wo th"]))
+    assert answer.json()["choices"][0]["message"]["content"] == "One t"
+    assert [entry[0] for entry in backend.log] == ["cancel", "close"]
 
 
 async def test_what_was_held_back_for_a_stop_is_flushed(
