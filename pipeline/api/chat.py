@@ -23,7 +23,7 @@ from pipeline.api.relay import Event, Prompt, Relay
 from pipeline.api.schemas import ChatAsk, ChatMessage, Part, ToolCall
 from pipeline.api.served import Served
 from pipeline.api.text import Text
-from pipeline.api.tool import Toolbox
+from pipeline.api.tool import Message, Toolbox
 from pipeline.errors import InvalidParameterError
 
 _THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
@@ -60,15 +60,29 @@ def make(edge: Edge, served: Served, ask: ChatAsk, salt: str) -> Made:
     prompt = plan.prompt(ask, served, token_ids, _max_tokens(ask, edge), salt=salt, param="messages", form=form)
     assert prompt.request is not None
     forced = prompt.request.sampling.grammar is not None
-    return Made(prompt, [_reader(served.text, toolbox, text, forced=forced) for _ in prompt.outputs])
+    thinks = not forced and _THOUGHT_ENDS in served.text.template  # a text that a grammar forces holds no thoughts
+    thinking = thinks and _opens_thought(ask, served, toolbox, text)
+    return Made(prompt, [_reader(served.text, toolbox, thinks, thinking) for _ in prompt.outputs])
 
 
-def _reader(text: Text, toolbox: Toolbox, prompt: str, *, forced: bool) -> Reader:
-    """A text that a grammar forces holds no thoughts."""
+def _reader(text: Text, toolbox: Toolbox, thinks: bool, thinking: bool) -> Reader:
     inner = toolbox.reader(text)
-    if forced or _THOUGHT_ENDS not in text.template:
-        return inner
-    return ThinkReader(inner, thinking=prompt.rfind(_THOUGHT) > prompt.rfind(_THOUGHT_ENDS))
+    return ThinkReader(inner, thinking=thinking) if thinks else inner
+
+
+def _opens_thought(ask: ChatAsk, served: Served, toolbox: Toolbox, prompt: str) -> bool:
+    """Whether the text begins inside a thought. The template opens it, or a message that is gone on with; other
+    messages and tools may hold the tag and open nothing."""
+    if not _is_open(prompt):
+        return False
+    told = tool.told(plain(ask.messages), toolbox, served.text)
+    kept = 1 if ask.continue_final_message else 0
+    untagged = [{**message, "content": message["content"].replace(_THOUGHT, "")} for message in told]
+    return _is_open(_rendered(ask, served, toolbox, [*untagged[: len(told) - kept], *told[len(told) - kept :]], None))
+
+
+def _is_open(prompt: str) -> bool:
+    return prompt.rfind(_THOUGHT) > prompt.rfind(_THOUGHT_ENDS)
 
 
 def _require_few(ask: ChatAsk, limit: int) -> None:
@@ -92,12 +106,19 @@ def prompt(ask: ChatAsk, served: Served) -> list[int]:
 
 def render(ask: ChatAsk, served: Served, toolbox: Toolbox) -> str:
     """The prompt's text. The template writes the special tokens, the tokeniser adds none."""
+    told = tool.told(plain(ask.messages), toolbox, served.text)
+    return _rendered(ask, served, toolbox, told, toolbox.shown or None)
+
+
+def _rendered(
+    ask: ChatAsk, served: Served, toolbox: Toolbox, messages: Sequence[Message], tools: Sequence[JSON] | None
+) -> str:
     go_on = bool(ask.continue_final_message)
     forced = toolbox.grammar or (ask.response_format and ask.response_format.grammar)
     options = ({"enable_thinking": False} if forced else {}) | ask.template_options
     return served.text.render(
-        tool.told(plain(ask.messages), toolbox, served.text),
-        tools=toolbox.shown or None,
+        messages,
+        tools=tools,
         add_generation_prompt=not go_on if ask.add_generation_prompt is None else ask.add_generation_prompt,
         continue_final_message=go_on,
         options=options,

@@ -208,6 +208,7 @@ async def test_what_no_engine_can_do_is_named_as_it_was_asked(
     assert "sglang" in error["message"]
 
 
+GO_ON = {"continue_final_message": True}
 THINKER = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% elif deep %}<think>{% endif %}"
@@ -222,6 +223,10 @@ async def thinker(model: Served, backend: FakeBackend, checkpoint: Path) -> Asyn
         yield opened
 
 
+def said(*messages: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("fields", "written", "reasoning", "content"),
@@ -231,6 +236,14 @@ async def thinker(model: Served, backend: FakeBackend, checkpoint: Path) -> Asyn
         ({"chat_template_kwargs": {"deep": True}}, "Why?</think>So.", "Why?", "So."),
         ({"enable_thinking": False}, "So.", None, "So."),
         ({}, "<think>Why?", "Why?", ""),
+        (said(("user", "What is <think>?")), "So.", None, "So."),
+        (
+            said(("user", "What is <think>?")) | {"chat_template_kwargs": {"deep": True}},
+            "Why?</think>So.",
+            "Why?",
+            "So.",
+        ),
+        (said(("user", "Go."), ("assistant", "<think>Hm")) | GO_ON, "Why?</think>So.", "Why?", "So."),
     ],
 )
 async def test_thoughts_are_told_apart(
