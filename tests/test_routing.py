@@ -200,8 +200,7 @@ def test_of_many_decoders_the_least_busy_and_the_preferred_are_looked_at_and_no_
 
 def test_decoders_that_nobody_computes_for_do_not_hide_the_one_that_can_itself() -> None:
     """Where `choose` finds a route, `ways` does."""
-    alone = {"role": "decode", "can_prefill": False, "needs_first_token": True}
-    helpless = [Fake(f"box-{n}", "sglang", **alone) for n in range(4)]
+    helpless = [Fake(f"box-{n}", "sglang", "decode", can_prefill=False, needs_first_token=True) for n in range(4)]
     assert ways(*helpless, replace(MLX, role="decode")) == [("local:mlx", "mac")]
     full = replace(MLX, role="decode", load={"decode_running": 16})
     assert choose(*helpless, full) == "local:mlx"
