@@ -91,6 +91,7 @@ class ConcurrentWorker(BaseWorker):
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix=f"job-{queue}")
         self._free = threading.BoundedSemaphore(slots)
         self._running: dict[str, tuple[HandoffJob, Execution]] = {}
+        self._owed: dict[str, HandoffJob] = {}  # taken and not begun, perhaps out of the queue: to be given back
         self._lock = threading.RLock()  # RQ's bookkeeping is written for one job at a time
         self._stopping = threading.Event()
         self._paused = threading.Event()
@@ -116,7 +117,7 @@ class ConcurrentWorker(BaseWorker):
             self._pool.shutdown(wait=True)
             self._ended.set()
             keeper.join()
-            for leave in (self.register_death, self.unsubscribe):
+            for leave in (self._give_back, self.register_death, self.unsubscribe):
                 with suppress(RedisError):
                     leave()
 
@@ -146,6 +147,7 @@ class ConcurrentWorker(BaseWorker):
             return
         begun = False
         try:
+            self._give_back()
             begun = self._begin_one()
         except Exception as error:  # the broker is away or full, or RQ has a bug: either way the worker lives on
             self.log.error("worker %s: cannot take a job: %s: %s", self.name, type(error).__name__, error)
@@ -165,8 +167,9 @@ class ConcurrentWorker(BaseWorker):
                 begun = self._begin_or_remove(job)
             return begun
         finally:
-            if not begun:  # stopping, paused, or the broker is full; a job that `fetch` removed is not there to return
-                requeue_front(self.connection, queue.name, text(job_id))
+            # Stopping, paused, or the broker is full; a job that `fetch` removed is not there to return.
+            if not begun and requeue_front(self.connection, queue.name, text(job_id)):
+                self._owed.pop(text(job_id), None)
 
     def _begin_or_remove(self, job: HandoffJob) -> bool:
         """RQ's bookkeeping trusts a job's fields: what it falls over would be put back and taken for ever."""
@@ -188,10 +191,22 @@ class ConcurrentWorker(BaseWorker):
                 with suppress(DeserializationError):  # comes up again, and is told, when the job is performed
                     self.prepare_job_execution(job, remove_from_intermediate_queue=True)
             except RedisError:
+                self._owed[job.id] = job
                 self._disown(job, [run for key, run in self.executions.items() if key not in before])
                 raise
             self._running[execution.id] = job, execution
         self._pool.submit(self._perform, job, execution)
+
+    def _give_back(self) -> None:
+        """Jobs that the broker counts as begun by us, though its reply was lost: the next ones again, with a TTL as
+        before. Should one be begun twice, the ledger lets one in."""
+        for job_id, job in list(self._owed.items()):
+            with self.connection.pipeline() as pipe:
+                pipe.lpush(self.queues[0].key, job_id)
+                job.set_status(JobStatus.QUEUED, pipeline=pipe)
+                pipe.expire(job.key, job.ttl or 0)
+                pipe.execute()
+            del self._owed[job_id]
 
     def _disown(self, job: HandoffJob, executions: list[Execution]) -> None:
         for execution in executions:

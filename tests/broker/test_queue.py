@@ -12,9 +12,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.command import send_command, send_shutdown_command, send_stop_job_command
 from rq.job import Job, JobStatus
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
@@ -493,6 +495,34 @@ def test_tidy_requeues_a_job_that_was_handed_out_and_never_begun(client: Redis) 
     assert rq.job_ids == [lost, waiting]
     assert client.exists(rq.intermediate_queue_key, mark) == 0
     assert queue.requeue_front(client, NAME, lost) is False
+
+
+def test_a_job_whose_begin_was_told_and_not_heard_is_begun_again(
+    worker: ConcurrentWorker, desk: Desk, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has it as started, out of every list and without a TTL; the worker only saw its connection break."""
+    prepare, waits = worker.prepare_job_execution, []
+
+    def deaf(job: Job, **options: Any) -> None:
+        prepare(job, **options)
+        waits.append((client.llen(open_queue(client, NAME).key), client.ttl(job.key)))
+        monkeypatch.undo()
+        raise RedisConnectionError("the reply is lost")
+
+    monkeypatch.setattr(worker, "prepare_job_execution", deaf)
+    (job_id,) = _put(client, "h0")
+    worker._take_one()
+    assert (waits, desk.seen) == ([(0, -1)], [])
+    worker._give_back()
+    assert open_queue(client, NAME).job_ids == [job_id]
+    assert _status(client, job_id) == JobStatus.QUEUED
+    assert 700 < client.ttl(Job.key_for(job_id)) <= 800
+    worker._take_one()
+    _wait(lambda: desk.seen == ["h0"], "the job begun again")
+    desk.gate.set()
+    worker._pool.shutdown()
+    assert _status(client, job_id) == JobStatus.FINISHED
+    assert _started(client) == []
 
 
 def test_a_paused_worker_takes_nothing_and_goes_on_later(worker: ConcurrentWorker, desk: Desk, client: Redis) -> None:
