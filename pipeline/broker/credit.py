@@ -277,11 +277,23 @@ def release(client: Redis, handoff_id: str) -> None:
     _run(client, "release", handoff_id)
 
 
-def heartbeat(client: Redis, handoff_id: str, settings: BrokerSettings) -> bool:
-    """Its workers live: credits keep their lease, payloads their time to live. False when it holds no credit."""
-    require_handoff_id(handoff_id)
+def heartbeat(client: Redis, handoff_ids: Sequence[str], settings: BrokerSettings) -> list[bool]:
+    """Their workers live: credits keep their lease, payloads their time to live. False for one that holds no credit.
+
+    Round trips do not grow with the handoffs: a worker's own lease waits behind this one.
+    """
+    for handoff_id in handoff_ids:
+        require_handoff_id(handoff_id)
     args = [int(settings.payload_ttl_s * 1000), int(settings.handoff_ttl_s * 1000)]
-    return bool(_run(client, "heartbeat", handoff_id, args, lease_ms(settings)))
+    script = client.register_script(source("heartbeat"))
+
+    def call() -> list[Any]:
+        with client.pipeline(transaction=False) as pipe:
+            for handoff_id in handoff_ids:
+                script(_BUDGET_KEYS, [*_arguments(handoff_id, lease_ms(settings)), *args], client=pipe)
+            return pipe.execute()
+
+    return [bool(reply) for reply in repeated(call)] if handoff_ids else []
 
 
 def reap(client: Redis) -> list[str]:

@@ -343,5 +343,4 @@ class Runtime:
             unwanted = self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
         if unwanted or self._unwanted:
             self._heed(unwanted)
-        for handoff_id in self._signals.active():
-            stream.heartbeat(self._client, handoff_id, self._settings.broker)
+        stream.heartbeat(self._client, self._signals.active(), self._settings.broker)

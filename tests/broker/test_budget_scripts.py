@@ -137,7 +137,7 @@ class Lockstep(RuleBasedStateMachine):
 
     def beat(self, handoff: str) -> None:
         self.model.heartbeat(handoff, NOW)
-        assert heartbeat(self.client, handoff, SETTINGS) is (handoff in self.model.leases)
+        assert heartbeat(self.client, [handoff], SETTINGS) == [handoff in self.model.leases]
 
     def reap(self, _: str) -> None:
         dead = self.model.reap(NOW)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis import Redis
+from redis import Connection, Redis
 
 from pipeline import prefix
 from pipeline.broker import keys
@@ -440,7 +440,7 @@ def test_only_uuid_hex_becomes_a_key(line: Line, handoff_id: str) -> None:
     with pytest.raises(FrameError, match="handoff id"):
         release(line.client, handoff_id)
     with pytest.raises(FrameError, match="handoff id"):
-        heartbeat(line.client, handoff_id, line.settings)
+        heartbeat(line.client, [handoff_id], line.settings)
     with pytest.raises(FrameError, match="handoff id"):
         raise_fence(line.client, handoff_id, Attempts(1, 1), line.settings)
 
@@ -612,7 +612,7 @@ def test_a_full_server_refuses_new_pages_and_lets_everything_end(line: Line) -> 
         writer.flush()
     assert gauges(line.client).in_flight_bytes == PAGE_BYTES
     writer.abort("capacity", "full")
-    heartbeat(line.client, line.handoff_id, line.settings)
+    heartbeat(line.client, [line.handoff_id], line.settings)
     reader = line.reader()
     assert isinstance(reader.read(5), Page)
     reader.imported()
@@ -741,11 +741,28 @@ def test_a_heartbeat_keeps_credits_and_payloads(line: Line) -> None:
     line.payload_ttl_s = 1
     line.send(upto=2)
     line.payload_ttl_s = 3600
-    assert heartbeat(line.client, line.handoff_id, line.settings) is True
+    assert heartbeat(line.client, [line.handoff_id, uuid.uuid4().hex], line.settings) == [True, False]
     assert line.client.pttl(_payload(line, 1)) > 3_000_000
     ends: Any = line.client.zscore(keys.BUDGET_LEASES, line.handoff_id)
     assert ends > 3_000_000 + 1000 * line.client.time()[0]
-    assert heartbeat(line.client, uuid.uuid4().hex, line.settings) is False
+    assert heartbeat(line.client, [], line.settings) == []
+
+
+def test_heartbeats_of_many_handoffs_take_no_more_round_trips(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    send = Connection.send_packed_command
+
+    def counted(self: Connection, command: Any, check_health: bool = True) -> None:
+        sent.append(1)
+        send(self, command, check_health)
+
+    handoffs = [uuid.uuid4().hex for _ in range(64)]
+    heartbeat(line.client, handoffs[:1], line.settings)  # connects, and loads the script
+    monkeypatch.setattr(Connection, "send_packed_command", counted)
+    heartbeat(line.client, handoffs[:1], line.settings)
+    one = len(sent)
+    heartbeat(line.client, handoffs, line.settings)
+    assert len(sent) == 2 * one
 
 
 def test_credits_that_expired_do_not_leak_from_the_total(line: Line) -> None:
