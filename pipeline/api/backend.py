@@ -225,10 +225,14 @@ def _shown(replica: Replica) -> dict[str, Any]:
 
 
 async def _every(seconds: float, step: Callable[[], object]) -> None:
-    """A step that fails is tried again: the broker may be back by then."""
+    """A step that fails is tried again: the broker may be back by then.
+
+    Its thread is none of those that requests share: where these have all of them, this process still lives.
+    """
+    own = anyio.CapacityLimiter(1)
     while True:
         try:
-            await to_thread.run_sync(step)
+            await to_thread.run_sync(step, limiter=own)
         except CrossfillError as error:
             _log.warning("%s", error)
         except Exception:

@@ -13,7 +13,7 @@ import pytest
 from anyio import to_thread
 from redis import Redis
 
-from pipeline.api.backend import BrokerBackend, BrokerSubmission
+from pipeline.api.backend import BrokerBackend, BrokerSubmission, _every
 from pipeline.broker import queue
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
@@ -40,6 +40,7 @@ from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
+PATIENCE_S = 20.0
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 
 
@@ -255,6 +256,23 @@ async def test_the_owner_lease_is_kept_alive(backend: BrokerBackend, client: Red
     client.pexpire(owner, 1500)
     while client.pttl(owner) <= 1500:
         await asyncio.sleep(0.05)
+
+
+async def test_a_periodic_step_needs_none_of_the_threads_that_requests_share() -> None:
+    """Else a crowd of long prompts, each with a thread, lets the owner's lease lapse."""
+    shared, loop = to_thread.current_default_thread_limiter(), asyncio.get_running_loop()
+    done, beaten = threading.Event(), asyncio.Event()
+    crowd = [asyncio.create_task(to_thread.run_sync(done.wait)) for _ in range(int(shared.total_tokens))]
+    beat = asyncio.create_task(_every(3600, lambda: loop.call_soon_threadsafe(beaten.set)))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while shared.available_tokens:
+                await asyncio.sleep(0.01)
+            await beaten.wait()
+    finally:
+        done.set()
+        beat.cancel()
+        await asyncio.gather(beat, *crowd, return_exceptions=True)
 
 
 def test_a_broker_that_evicts_is_refused(client: Redis, settings: Settings) -> None:
