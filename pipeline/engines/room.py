@@ -7,6 +7,14 @@ from pathlib import Path
 _GIB = 1 << 30
 
 
+def too_many(samples: int, needed_tokens: int, tokens: int) -> str:
+    """Why so many `samples` of a request are refused of which one would fit; each has a prompt of its own here."""
+    return (
+        f"`n` = {samples} samples need KV memory for {needed_tokens} tokens and the engine has it for {tokens}: "
+        "ask for fewer samples or a smaller `max_tokens`"
+    )
+
+
 def shortage(checkpoint: Path, kv_cache_bytes: int, free_bytes: int) -> str | None:
     """What is missing and what to change, or None where weights and KV fit into `free_bytes`.
 

@@ -10,7 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from pipeline.errors import EngineError, HandoffCancelledError
+from pipeline.engines.room import too_many
+from pipeline.errors import EngineError, HandoffCancelledError, InvalidParameterError
 
 
 class Share:
@@ -63,8 +64,13 @@ class Memory:
             )
 
     def ask(self, tokens: int, *, rows: int) -> Share:
-        """Join the line; the share may be granted at once. Raises EngineError when it could never be."""
-        self.require_fits(tokens * max(1, rows))
+        """Join the line; the share may be granted at once.
+
+        Raises EngineError when it could never be, InvalidParameterError when only fewer samples could.
+        """
+        self.require_fits(tokens)
+        if tokens * rows > self.max_tokens:
+            raise InvalidParameterError("n", too_many(rows, tokens * rows, self.max_tokens))
         if rows > self._slots:
             raise EngineError(f"n = {rows} samples need as many places and max_running is {self._slots}: raise it")
         share = Share(tokens, rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.errors import EngineError
+from pipeline.engines.room import too_many
+from pipeline.errors import EngineError, InvalidParameterError
+from pipeline.page import PAGE_TOKENS
 
 
 class Room:
@@ -15,9 +17,11 @@ class Room:
         self.free_seats = seats
 
     def require_possible(self, pages: int, seats: int) -> None:
-        """Raise EngineError when not even an idle engine has so much."""
+        """Raise EngineError when not even an idle engine has so much, InvalidParameterError when fewer samples fit."""
         if seats > self.seats:
             raise EngineError(f"n = {seats} samples need as many places and max_running is {self.seats}: raise it")
+        if pages > self.pages >= pages // max(1, seats):
+            raise InvalidParameterError("n", too_many(seats, pages * PAGE_TOKENS, self.pages * PAGE_TOKENS))
         if pages > self.pages:
             raise EngineError(
                 f"the request needs {pages} pages of KV and the engine has {self.pages} in all: raise kv_cache_bytes, "

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import EngineError, HandoffCancelledError
+from pipeline.errors import EngineError, HandoffCancelledError, InvalidParameterError
 
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
@@ -61,6 +61,16 @@ def test_slots_bound_the_batch_only() -> None:
 def test_what_can_never_fit_is_refused() -> None:
     with pytest.raises(EngineError, match="set kv_cache_bytes to 10010 or more"):
         memory(1000).ask(1001, rows=1)
+
+
+def test_more_samples_than_ever_fit_are_the_clients_to_change() -> None:
+    room = memory(100, slots=8)
+    with pytest.raises(
+        InvalidParameterError, match=r"`n` = 4 samples .* 120 tokens and the engine has it for 100"
+    ) as told:
+        room.ask(30, rows=4)
+    assert (told.value.param, told.value.http_status, told.value.retryable) == ("n", 400, False)
+    assert room.ask(30, rows=3).granted
 
 
 def test_every_sample_takes_a_row() -> None:
