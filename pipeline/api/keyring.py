@@ -28,7 +28,7 @@ class Keyring:
     def __init__(self, file: Path) -> None:
         """Raises ConfigError when the file cannot be read now."""
         self._file = file
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int, int] | None = None
         self._keys: Mapping[str, str] = {}
         self._refresh()
 
@@ -48,10 +48,10 @@ class Keyring:
             stat = self._file.stat()
         except OSError as error:
             raise ConfigError(f"api.keys_file: cannot read {self._file}: {error.strerror}") from error
-        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        seen = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)  # ctime: it may be readable now
         if seen != self._seen:
+            self._seen = seen  # first: a file that is broken is read, and complained about, once
             self._keys = read(self._file)
-            self._seen = seen
 
 
 def digest(key: str) -> str:

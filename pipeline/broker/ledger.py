@@ -267,7 +267,7 @@ class Ledger:
         )
 
     def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields, publish: str = "") -> None:
-        """Marks and counters without a transition; a stale or ended handoff ignores them."""
+        """Marks and counters without a transition, of one that has ended too; those of a stale attempt are ignored."""
         self._run_advance(handoff_id, role, attempt, "", publish, fields)
 
     def emit(self, handoff_id: str, attempt: int, entry: TokenEntry, fields: Fields | None = None) -> State:

@@ -58,7 +58,11 @@ class ImportShare:
             if time.monotonic() >= deadline:
                 raise DeadlineError("prompts that are coming in hold all of their share of the KV pool")
             self._changed.wait(WAIT_SLICE_S)
-            check()
+            self._changed.release()  # it may ask the broker, for seconds: those inside must be able to leave
+            try:
+                check()
+            finally:
+                self._changed.acquire()
 
     def _fits(self, tokens: int) -> bool:
         return not self._limit or not self._held or self._held + tokens <= self._limit

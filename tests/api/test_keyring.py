@@ -49,6 +49,14 @@ def test_a_file_that_breaks_keeps_the_keys_known_so_far(file: Path, caplog: pyte
     assert (ring.admits(alice), ring.admits(bob)) == (None, "bob")
 
 
+def test_a_broken_file_is_read_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alice = keyring.new(file, "alice")
+    ring = Keyring(file)
+    file.write_text("what\n")
+    assert [ring.admits(alice) for _ in range(3)] == ["alice"] * 3
+    assert caplog.text.count("stay valid") == 1
+
+
 def test_comments_and_empty_lines(file: Path) -> None:
     file.write_text(f"# ours\n\n{'a' * 64}  a name\n")
     assert keyring.read(file) == {"a" * 64: "a name"}

@@ -92,6 +92,36 @@ def test_what_ends_a_wait_gives_the_place_in_line_back() -> None:
         pass
 
 
+def test_those_inside_may_leave_while_a_waiter_asks_whether_to_go_on() -> None:
+    share = ImportShare(100)
+    entered, leave, asking, answer = (threading.Event() for _ in range(4))
+
+    def stay() -> None:
+        with share.holding(100, 0.0, nothing):
+            entered.set()
+            leave.wait()
+
+    def ask() -> None:
+        asking.set()
+        answer.wait()
+
+    def follow() -> None:
+        with share.holding(100, 60.0, ask):
+            pass
+
+    inside, waiter = threading.Thread(target=stay), threading.Thread(target=follow)
+    inside.start()
+    entered.wait()
+    waiter.start()
+    asking.wait()
+    leave.set()
+    inside.join(20)
+    left = not inside.is_alive()
+    answer.set()
+    waiter.join()
+    assert left
+
+
 def test_an_error_inside_gives_the_tokens_back() -> None:
     share = ImportShare(100)
     with pytest.raises(ZeroDivisionError), share.holding(100, 0.0, nothing):

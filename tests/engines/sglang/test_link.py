@@ -199,6 +199,21 @@ def test_every_copy_fails_when_the_other_end_is_gone(ends: Ends) -> None:
         ends.link.say(Message(Kind.MEASURE))
 
 
+def test_a_station_that_can_serve_no_more_hangs_up(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the worker waits for answers of a thread that has ended."""
+
+    def broken(message: Message) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ends.transfer, "obey", broken)
+    ends.link.say(Message(Kind.COMMIT, 5))
+    assert ends.lost.wait(PATIENCE_S)
+    assert ends.transfer.lost.wait(PATIENCE_S)
+    assert "cannot serve any more" in caplog.text
+
+
 def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: ours + 1)

@@ -100,11 +100,17 @@ class Station:
             self._breathed = time.monotonic()
 
     def _serve(self) -> None:
-        with suppress(OSError):
+        try:
             while packet := self._peer.recv(messages.MAX_SIZE):
                 self._busy = True
                 self._take(messages.decode(packet))
                 self._busy = False
+        except OSError:
+            pass  # the worker is gone
+        except Exception:  # of ours: the worker must not wait for answers of a thread that has ended
+            _log.exception("the plug-in cannot serve any more")
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
         with self._lock:
             left = list(self._transfers.values())
         for transfer in left:
