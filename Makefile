@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz clients bench plots clean
+.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz openapi clients bench plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ site: env ## the documentation as a site, in build/site
 
 fuzz: env ## ten million mutated frames and a million records (ARGS: --frames N --seed N)
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.fuzz $(ARGS)
+
+openapi: env ## more random requests against the OpenAPI document
+	@CROSSFILL_OPENAPI_EXAMPLES=60 OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/scenarios/test_openapi.py $(ARGS)
 
 clients: env env-vllm env-clients models ## LangChain, LiteLLM, LlamaIndex, Node, openai-python and curl on real engines
 	@CROSSFILL_REQUIRE_CLIENTS=1 OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/scenarios/test_clients.py $(ARGS)

@@ -1,6 +1,7 @@
 """OpenAPI: the document at `/openapi.json`, so that tools know what may be sent here.
 
-Handlers read bodies themselves (limits and error objects are ours), so what they read is added to what FastAPI finds.
+Handlers read bodies and build answers themselves (limits and error objects are ours), so what they read and how they
+answer is added to what FastAPI finds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from pipeline.api import shape
 from pipeline.api.models import TextAsk, TokensAsk
 from pipeline.api.responses import ResponsesAsk
 from pipeline.api.schemas import ChatAsk, CompletionAsk
@@ -23,6 +25,23 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     "/tokenize": TextAsk,
     "/detokenize": TokensAsk,
 }
+_ANSWERS: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": shape.ChatCompletion,
+    "/v1/completions": shape.Completion,
+    "/v1/responses": shape.Response,
+    "/v1/models": shape.ModelList,
+    "/v1/models/{name}": shape.ModelCard,
+    "/tokenize": shape.Tokens,
+    "/detokenize": shape.TokensText,
+    "/version": shape.Version,
+    "/ready": shape.Ready,
+    "/status": shape.Status,
+    "/handoffs": shape.Handoffs,
+    "/handoffs/{handoff_id}": shape.Handoff,
+    "/explain": shape.Explained,
+}
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # with `stream`: server-sent events
+_EMPTY = ("/health",)  # a 200 without a body
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -63,7 +82,7 @@ class Documented(FastAPI):
 
 
 def _completed(found: dict[str, Any]) -> dict[str, Any]:
-    kinds = dict.fromkeys(_BODIES.values())
+    kinds = dict.fromkeys((*_BODIES.values(), *_ANSWERS.values()))
     _, schemas = models_json_schema([(k, "validation") for k in kinds], ref_template="#/components/schemas/{model}")
     found.setdefault("components", {})["schemas"] = {**schemas["$defs"], "Error": _ERROR}
     for path, operations in found["paths"].items():
@@ -75,8 +94,17 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
 def _describe(path: str, operation: dict[str, Any]) -> None:
     operation["responses"].pop("422", None)  # FastAPI's; what is not valid is a 400 here
     if path in _BODIES:
-        schema = {"$ref": f"#/components/schemas/{_BODIES[path].__name__}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": _json(_BODIES[path])}
+    if path in _ANSWERS:
+        operation["responses"]["200"]["content"] = _json(_ANSWERS[path])
+    if path in _STREAMED:
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    if path in _EMPTY:
+        del operation["responses"]["200"]["content"]
     error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, why in _STATUSES.items():
         operation["responses"][status] = {"description": why, **error}
+
+
+def _json(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

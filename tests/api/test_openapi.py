@@ -41,6 +41,36 @@ async def test_every_body_is_described(client: httpx.AsyncClient) -> None:
     assert {"tools", "logprobs", "n", "response_format", "stream_options"} <= set(chat["properties"])
 
 
+async def test_every_answer_is_described(client: httpx.AsyncClient) -> None:
+    found = (await client.get("/openapi.json")).json()
+    answers = {
+        (path, kind): content["schema"].get("$ref", content["schema"].get("type", "")).split("/")[-1]
+        for path, operations in found["paths"].items()
+        for operation in operations.values()
+        for kind, content in operation["responses"]["200"].get("content", {}).items()
+    }
+    assert answers == {
+        ("/v1/chat/completions", "application/json"): "ChatCompletion",
+        ("/v1/chat/completions", "text/event-stream"): "string",
+        ("/v1/completions", "application/json"): "Completion",
+        ("/v1/completions", "text/event-stream"): "string",
+        ("/v1/responses", "application/json"): "Response",
+        ("/v1/responses", "text/event-stream"): "string",
+        ("/v1/models", "application/json"): "ModelList",
+        ("/v1/models/{name}", "application/json"): "ModelCard",
+        ("/tokenize", "application/json"): "Tokens",
+        ("/detokenize", "application/json"): "TokensText",
+        ("/version", "application/json"): "Version",
+        ("/ready", "application/json"): "Ready",
+        ("/status", "application/json"): "Status",
+        ("/handoffs", "application/json"): "Handoffs",
+        ("/handoffs/{handoff_id}", "application/json"): "Handoff",
+        ("/explain", "application/json"): "Explained",
+        ("/metrics", "text/plain"): "string",
+        ("/dashboard", "text/html"): "string",
+    }
+
+
 async def test_errors_are_described_as_they_are(client: httpx.AsyncClient) -> None:
     found = (await client.get("/openapi.json")).json()
     for operations in found["paths"].values():
