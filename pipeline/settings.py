@@ -84,6 +84,7 @@ class ApiSettings(ModelSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    share_port: bool = False  # several API processes listen on it, and the kernel deals out connections (Linux)
     models: tuple[ModelSettings, ...] = ()  # more models behind the same port
     keys_file: Path | None = (
         None  # hashed API keys (`crossfill key new`), read again when it changes; None: open to all

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator
 
@@ -31,6 +33,7 @@ from pipeline.settings import ApiSettings, Settings
 from pipeline.tracing import Tracer
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_NOT_STARTED = 3  # uvicorn's own exit status for it
 _DRAIN_S = 30  # what a stopping server grants its running answers; then they are cancelled
 _log = logging.getLogger(__name__)
 
@@ -152,7 +155,7 @@ def serve(settings: Settings) -> None:
     metrics.add_source(gauges.source(backend.operator, settings.broker.budget_bytes))
     tracer = tracing.connect(settings.observe, "api", backend.operator.now_ms)
     app = create_app(settings.api, catalogue, backend, metrics, tracer)
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=settings.api.host,
         port=settings.api.port,
@@ -160,3 +163,27 @@ def serve(settings: Settings) -> None:
         log_level="info",
         log_config=LOGGING_CONFIG if settings.observe.log_format == "text" else None,  # None: as all our own lines
     )
+    server = uvicorn.Server(config)
+    listeners = [shared_socket(settings.api.host, settings.api.port)] if settings.api.share_port else None
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(listeners)
+    if not server.started:
+        sys.exit(_NOT_STARTED)
+
+
+def shared_socket(host: str, port: int) -> socket.socket:
+    """Bound, and not the only one at that address: whoever else binds it so gets a share of the connections.
+
+    Raises ConfigError.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            undo.pop_all()
+    except OSError as error:
+        raise ConfigError(f"api.host, api.port: cannot share {host} port {port}: {error}") from error
+    return listener

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +16,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.api.conftest import EOS
+from pipeline.api.app import create_app, shared_socket
+from pipeline.api.served import Catalogue, Served
+from pipeline.errors import ConfigError
+from tests.api.conftest import EOS, settings
 from tests.api.fake import FakeBackend, failure, steps
 
 pytestmark = pytest.mark.anyio
@@ -22,16 +28,23 @@ QUESTION: Any = [{"role": "user", "content": "Hi"}]
 SAID = "Hello \N{GRINNING FACE}!"
 
 
-@pytest.fixture
-async def url(app: FastAPI) -> AsyncIterator[str]:
+@asynccontextmanager
+async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[str]:
+    """Its URL while it runs on that socket, which is closed behind it."""
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with listener:
         running = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         await running
+
+
+@pytest.fixture
+async def url(app: FastAPI) -> AsyncIterator[str]:
+    async with serving(app, socket.create_server(("127.0.0.1", 0))) as found:
+        yield found
 
 
 @pytest.fixture
@@ -112,3 +125,26 @@ async def test_a_closed_connection_cancels(url: str, backend: FakeBackend, ids: 
             await asking
     await backend.submissions[0].closed.wait()
     assert [entry[0] for entry in backend.log if entry[0] != "start"] == ["cancel", "close"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not deal out connections")
+async def test_two_servers_share_a_port(model: Served, checkpoint: Path, ids: Ids) -> None:
+    """Sixty connections by chance to one alone: that does not happen."""
+    async with AsyncExitStack() as stack:
+        listener = shared_socket("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        backends = [FakeBackend(scripts=[steps(ids(SAID))]) for _ in range(2)]
+        for backend, bound in zip(backends, (listener, shared_socket("127.0.0.1", port)), strict=True):
+            app = create_app(settings(checkpoint), Catalogue([model]), backend)
+            url = await stack.enter_async_context(serving(app, bound))
+        for _ in range(60):
+            async with httpx.AsyncClient() as client:
+                answer = await client.post(f"{url}/v1/completions", json={"prompt": "Hi"})
+            assert answer.json()["choices"][0]["text"] == SAID
+    assert sum(len(backend.requests) for backend in backends) == 60
+    assert all(backend.requests for backend in backends)
+
+
+def test_a_port_that_is_not_shared_cannot_be_joined() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alone, pytest.raises(ConfigError, match="cannot share"):
+        shared_socket("127.0.0.1", alone.getsockname()[1])
