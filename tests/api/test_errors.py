@@ -46,6 +46,7 @@ def test_long_messages_are_cut() -> None:
         ),
         (ours.EngineError("e"), 502, "server_error", "engine_failed", {"x-should-retry": "true"}),
         (ours.DeadlineError("d"), 504, "timeout_error", "deadline_exceeded", {"x-should-retry": "true"}),
+        (ours.QuarantinedError(2), 500, "server_error", "quarantined", {"x-should-retry": "false"}),
         (ours.ContractMismatchError({}), 502, "server_error", "contract_mismatch", {"x-should-retry": "false"}),
         (RuntimeError("r"), 500, "server_error", "internal_error", {"x-should-retry": "false"}),
         (ProblemError(Problem(499, "cancelled", "c")), 499, "request_cancelled", "cancelled", {}),

@@ -134,9 +134,9 @@ async def test_two_servers_share_a_port(model: Served, checkpoint: Path, ids: Id
         listener = shared_socket("127.0.0.1", 0)
         port = listener.getsockname()[1]
         backends = [FakeBackend(scripts=[steps(ids(SAID))]) for _ in range(2)]
-        for backend, bound in zip(backends, (listener, shared_socket("127.0.0.1", port)), strict=True):
-            app = create_app(settings(checkpoint), Catalogue([model]), backend)
-            url = await stack.enter_async_context(serving(app, bound))
+        apps = [create_app(settings(checkpoint), Catalogue([model]), backend) for backend in backends]
+        url = await stack.enter_async_context(serving(apps[0], listener))
+        assert await stack.enter_async_context(serving(apps[1], shared_socket("127.0.0.1", port))) == url
         for _ in range(60):
             async with httpx.AsyncClient() as client:
                 answer = await client.post(f"{url}/v1/completions", json={"prompt": "Hi"})
