@@ -7,6 +7,7 @@ from a thread of their own, so a long engine step is not death either.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -62,6 +63,7 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
         engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, chosen)))
         require_ready(client, settings.broker.budget_bytes, engine.contract.page_shape.page_bytes)
         warm_up(engine, worker.role)
+        _settle_heap()
         replica = Runtime(settings, worker, engine, client)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,6 +77,12 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
         replica.close()
     if ended is not None:
         raise ended
+
+
+def _settle_heap() -> None:
+    """Keep what the engine has loaded out of later garbage collections, each of which would stop every thread."""
+    gc.collect()
+    gc.freeze()
 
 
 def _held_pages(worker: WorkerSettings) -> int:

@@ -23,8 +23,6 @@ from pipeline.engines.text import Change, Text
 from pipeline.errors import CrossfillError, EngineError
 from pipeline.logprob import TokenLogprob
 
-_TRIM_STEPS = 512  # MLX keeps freed buffers of every size it has seen: hand them back from time to time
-
 
 class Outbox:
     """Where the tokens of one request's samples wait for the thread of its job."""
@@ -110,7 +108,6 @@ class Batch:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._steps = 0
         self.clear()
 
     def clear(self) -> None:
@@ -163,15 +160,19 @@ class Batch:
             changes = self._changes()
             if not self.rows:
                 return 0
+            # Nothing is under way, so somebody may wait for a first token: it is read before Python turns to the next.
             self._drawn = self._forward(self._inputs, changes)
-        # Where a row has drawn its last token the next step would be computed for nothing, and where what may come
-        # next depends on the tokens so far, they must be read first.
-        more = ahead and all(row.drawn < row.limit and not row.text.changes for row in self.rows)
-        emitted = self._read(self._forward(self._drawn.tokens, [None] * len(self.rows)) if more else None)
-        self._steps += 1
-        if self._steps % _TRIM_STEPS == 0:
-            mx.clear_cache()
+            emitted = self._read()
+            if ahead and self.rows and self._may_go_ahead():
+                self._drawn = self._forward(self._inputs)
+        else:
+            emitted = self._read(self._forward(self._drawn.tokens) if ahead and self._may_go_ahead() else None)
         return emitted
+
+    def _may_go_ahead(self) -> bool:
+        """Not where a row has drawn its last token: the next step would be computed for nothing. And where what may
+        come next depends on the tokens so far, they must be read first."""
+        return all(row.drawn < row.limit and not row.text.changes for row in self.rows)
 
     def _changes(self) -> list[Change | None]:
         """What each row's logits go through; rows that cannot say it leave."""
@@ -185,7 +186,7 @@ class Batch:
             self._keep([at for at, row in enumerate(self.rows) if row in found])
         return list(found.values())
 
-    def _forward(self, inputs: Any, changes: Sequence[Change | None]) -> _Drawn:
+    def _forward(self, inputs: Any, changes: Sequence[Change | None] = ()) -> _Drawn:
         logits = self._model.module(inputs[:, None], cache=self._caches)[:, -1, :]
         tokens = draw([row.sampler for row in self.rows], [row.position for row in self.rows], logits, changes)
         reports = [
@@ -215,7 +216,6 @@ class Batch:
     def _keep(self, staying: list[int]) -> None:
         if not staying:
             self.clear()
-            mx.clear_cache()
             return
         self.rows = [self.rows[at] for at in staying]
         for one in self._caches:

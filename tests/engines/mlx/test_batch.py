@@ -78,6 +78,29 @@ def test_requests_that_join_late_and_leave_early_do_not_disturb_each_other(
     assert emitted >= sum(count for step, (_, count) in plan.items() if step != 4)
 
 
+def test_a_first_token_does_not_wait_for_the_step_behind_it(
+    model: Model, computed: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, row = Batch(model), make_row(prompt(65, 0), 4)
+    built, seen = [0], []
+    forward, push = batch._forward, row.push
+
+    def counted(*args: Any) -> Any:
+        built[0] += 1
+        return forward(*args)
+
+    def told(*args: Any) -> bool:
+        seen.append(built[0])
+        return push(*args)
+
+    monkeypatch.setattr(batch, "_forward", counted)
+    monkeypatch.setattr(row, "push", told)
+    batch.join(row, computed(prompt(65, 0)))
+    assert run(batch, ahead=True) == 4
+    # The first is read as soon as its own step is built, each other while the next one is under way.
+    assert (seen, built[0]) == ([1, 3, 4, 4], 4)
+
+
 @AHEAD
 def test_every_emitted_token_is_counted_once(model: Model, computed: Compute, ahead: bool) -> None:
     batch = Batch(model)
