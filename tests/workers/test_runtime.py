@@ -452,6 +452,8 @@ def _served(
         eventually(lambda: Registry(client).list(), "the replica")
         end()
 
+    settled: list[bool] = []
+    monkeypatch.setattr(runtime, "_settle_heap", lambda: settled.append(not Registry(client).list()))
     monkeypatch.setattr(engines, "load", load)
     worker = WorkerSettings(name=NAME, engine="fake", model=Path("models/small"), role="decode")
     watcher = threading.Thread(target=watch)
@@ -460,6 +462,7 @@ def _served(
         runtime.run(settings(url), worker)
     finally:
         watcher.join()
+    assert settled == [True]  # once, before it registered; the real one would freeze what the tests leave behind
     return given[0]
 
 
