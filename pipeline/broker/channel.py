@@ -34,6 +34,8 @@ _READ_BYTES = 1 << 16
 _RECONNECT_S = 0.2
 _CONFIRM_S = 2.0  # a submit is refused after this when the broker is silent
 _PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
+# uvloop raises RuntimeError where a connection that was reset meanwhile is written to, and redis-py lets it through.
+_AWAY = (RedisError, OSError, RuntimeError)
 _log = logging.getLogger(__name__)
 _GONE = 2  # looks in a row that find neither tokens nor the record
 
@@ -208,7 +210,7 @@ class TokenHub:
         """Entries of the log from index `start` on. Raises BrokerError."""
         try:
             entries = await _uncancelled(self._client.lrange(keys.HandoffKeys(handoff_id).tokens, start, -1))
-        except (RedisError, OSError) as error:
+        except _AWAY as error:
             raise BrokerError(f"cannot read the token log: {error}") from error
         return list(entries)
 
@@ -216,7 +218,7 @@ class TokenHub:
         """Whether the ledger still has the handoff. Raises BrokerError."""
         try:
             return bool(await _uncancelled(self._client.exists(keys.HandoffKeys(handoff_id).record)))
-        except (RedisError, OSError) as error:
+        except _AWAY as error:
             raise BrokerError(f"cannot read the ledger: {error}") from error
 
     async def _tell(self, command: str, channel: bytes) -> None:

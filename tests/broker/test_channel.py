@@ -272,3 +272,21 @@ def test_opening_and_closing_while_the_connection_breaks_again_and_again(redis_c
 
     with Proxy(urlsplit(server_url).port or 0) as hop:
         assert asyncio.run(story(hop)) == ENTRIES
+
+
+class _Reset:
+    """A client whose connection uvloop has closed: what redis-py then lets through."""
+
+    async def lrange(self, *_: object) -> list[bytes]:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    exists = lrange
+
+
+@pytest.mark.anyio
+async def test_a_connection_that_uvloop_has_closed_is_a_broker_that_is_away() -> None:
+    hub = TokenHub(_Reset())  # type: ignore[arg-type]
+    with pytest.raises(BrokerError, match="cannot read the token log"):
+        await hub.log("0" * 32, 0)
+    with pytest.raises(BrokerError, match="cannot read the ledger"):
+        await hub.known("0" * 32)
