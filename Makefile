@@ -4,7 +4,7 @@ VENV := .venv/bin
 RUN := $(VENV)/python -m pipeline
 ARGS ?=
 
-.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos fuzz openapi clients bench plots clean
+.PHONY: help site env env-vllm env-sglang env-clients env-bench models demo up test pairs check format docs chaos faults fuzz openapi clients bench plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ chaos: env ## hurt a running system at random for ten minutes (ARGS: --seed N --
 
 site: env ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --clean --quiet --config-file ops/mkdocs.yml && echo build/site/index.html
+
+faults: env env-vllm ## hurt real engines in both roles: kills, stops, cancels, small pools, engines that end (ARGS: pytest's)
+	@CROSSFILL_FAULTS=real CROSSFILL_REQUIRE_ENGINES=mlx,vllm OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/python -m pytest -v tests/faults/test_real_engines.py $(ARGS)
 
 fuzz: env ## ten million mutated frames and a million records (ARGS: --frames N --seed N)
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.fuzz $(ARGS)

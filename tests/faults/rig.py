@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -52,18 +52,19 @@ class Question:
 class Oracle:
     """Questions whose answers no rounding changes."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, margin: float = MARGIN) -> None:
         self._model = Model.load(model)
+        self._margin = margin
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.question = cache(self._question)
 
     def _question(self, length: int, tokens: int, number: int = 0) -> Question:
         """The `number`-th question of `length` prompt tokens with a firm answer of `tokens` tokens."""
-        for salt in range(100):
+        for salt in range(400):
             body = tuple((7 * i + 131 * number + 17 * salt) % 900 + 20 for i in range(length - len(_PLAIN)))
             prompt = body + _PLAIN
             run = split_run(self._model, prompt, tokens)
-            if min(run.margins) >= MARGIN:
+            if min(run.margins) >= self._margin:
                 return Question(prompt, run.tokens, self._tokenizer)
         raise AssertionError("no firm question found")
 
@@ -96,6 +97,7 @@ class Rig(System):
         self.dying = set[str]()  # counted, and may still answer
         self._killed_s = -math.inf  # when a process was last killed
         self._free: dict[str, int] = {}
+        self.route = "reference->reference"  # of the next request after a fault
 
     # -- what a test does to it
 
@@ -122,7 +124,7 @@ class Rig(System):
     def answers(self, length: int = 150, tokens: int = 6) -> None:
         """A fresh request gets the right text: the last invariant of every fault."""
         question = self.oracle.question(length, tokens)
-        outcome = self.ask(question, tokens, route="reference->reference").result()
+        outcome = self.ask(question, tokens, route=self.route).result()
         assert (outcome.status, outcome.code) == (200, None), outcome
         assert outcome.text == question.text(tokens)
 
@@ -215,14 +217,16 @@ class Rig(System):
         return found
 
 
-def settings(model: Path, url: str, hops: dict[str, Proxy], **sections: Any) -> dict[str, Any]:
-    """Two `reference` replicas in each role, every one behind its own hop."""
+def settings(
+    model: Path, url: str, hops: dict[str, Proxy], engines: Mapping[str, str], pool_bytes: int | None, **sections: Any
+) -> dict[str, Any]:
+    """A replica for each of `engines`, whose name begins with the letter of its role, behind its own hop."""
     workers = []
-    for name in (name for name in hops if name != API):
+    small: dict[str, Any] = {"chunk_tokens": 64} | ({"kv_cache_bytes": pool_bytes} if pool_bytes else {})
+    for name, engine in engines.items():
         role = "prefill" if name.startswith("p") else "decode"
-        env = {"CROSSFILL_BROKER__URL": hops[name].url}
-        small = {"chunk_tokens": 64}
-        workers.append(worker(name, "reference", model, role, lease_s=LEASE_S, engine_settings=small, env=env))
+        env = {"CROSSFILL_BROKER__URL": hops[name].url} | ({} if engine == "reference" else _sabotage())
+        workers.append(worker(name, engine, model, role, lease_s=LEASE_S, engine_settings=small, env=env))
     limits = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
     broker = {"url": hops[API].url, "budget_bytes": BUDGET}
     routes = {"policy": "handoff"}  # by itself: a prompt crosses wherever it can
@@ -230,22 +234,39 @@ def settings(model: Path, url: str, hops: dict[str, Proxy], **sections: Any) -> 
     return found | {"workers": workers} | (sections)
 
 
+def _sabotage() -> dict[str, str]:
+    """A real engine that ends at SIGUSR1."""
+    here = Path(__file__).resolve().parent
+    return {"PYTHONPATH": os.pathsep.join([str(here / "sabotage"), str(here.parent.parent)])}
+
+
+FOUR = dict.fromkeys(("p-0", "p-1", "d-0", "d-1"), "reference")
+
+
 @contextmanager
 def rig(
-    model: Path, directory: Path, names: Sequence[str] = ("p-0", "p-1", "d-0", "d-1"), **sections: Any
+    model: Path,
+    directory: Path,
+    engines: Mapping[str, str] = FOUR,
+    *,
+    pool_bytes: int | None = None,
+    margin: float = MARGIN,
+    **sections: Any,
 ) -> Iterator[Rig]:
-    """Start it, wait until it serves, stop it."""
+    """Start it, wait until it serves, stop it. `engines` by name; each token of an answer leads by `margin`."""
     port = free_port()
     server = EmbeddedServer(directory / "broker", BUDGET, port=port)
     with ExitStack() as stack:
         url = stack.enter_context(server)
-        hops = {name: stack.enter_context(Proxy(port)) for name in (API, *names)}
-        crew = Crew(Settings.model_validate(settings(model, url, hops, **sections)), directory, os.environ)
+        hops = {name: stack.enter_context(Proxy(port)) for name in (API, *engines)}
+        crew = Crew(
+            Settings.model_validate(settings(model, url, hops, engines, pool_bytes, **sections)), directory, os.environ
+        )
         stack.callback(crew.stop)
         crew.start()
         for _ in crew.wait_ready(READY_S):
             pass
-        running = Rig(crew, server, hops, url, Oracle(model))
+        running = Rig(crew, server, hops, url, Oracle(model, margin))
         stack.callback(running.close)
         running.unrest()  # notes the free pages
         yield running
