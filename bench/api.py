@@ -37,6 +37,7 @@ from pipeline.broker.connect import connect
 from pipeline.broker.embedded import EmbeddedServer
 from pipeline.broker.job import open_queue
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.cli import child as children
 from pipeline.cli.child import Child
@@ -69,7 +70,7 @@ class Player(threading.Thread):
         self.rate = 0.0
         self.stopping = False
         self._client = client
-        self._ledger = Ledger(client, client, BrokerClock(client), settings)
+        self._ledger = Ledger(client, PageServers(client, settings.broker), BrokerClock(client), settings)
         self._queue = open_queue(client, "decode.player")
         replica = Replica(
             "player", "reference", "decode", "bench", contract, slots=1024, started_ms=0, max_running=1024

@@ -28,6 +28,7 @@ from pipeline.broker.connect import connect
 from pipeline.broker.embedded import EmbeddedServer
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
 from pipeline.request import Request, Sampling
@@ -124,7 +125,7 @@ class Site:
 
     def _swept(self, times: int = 5) -> dict[str, float]:
         clock = BrokerClock(self.client)
-        ledger = Ledger(self.client, self.client, clock, self._settings)
+        ledger = Ledger(self.client, PageServers(self.client, self._settings.broker), clock, self._settings)
         janitor = Janitor(self.client, self.client, ledger, Registry(self.client), clock, self._settings)
         janitor.sweep()
         before = Use.now(self.client)

@@ -22,6 +22,7 @@ CrossfillError
 │   ├── NoReplicaError           nobody alive serves this model or route
 │   └── WorkerLostError          a worker died and nobody can go on in its place
 ├── BrokerError              Redis/Valkey is unreachable or refuses
+│   └── PageServerError          only the page server of one decode replica is: names it
 ├── EngineError              the engine failed this request
 ├── QuarantinedError         workers died of it, or beside it, too often: nobody gets it again
 ├── StaleAttemptError        a newer attempt owns this handoff: stop at once, undo nothing of theirs
@@ -209,6 +210,10 @@ class BrokerError(CrossfillError):
     code = "broker_unavailable"
     retryable = True
     http_status = 503
+
+
+class PageServerError(BrokerError):
+    code = "page_server_unavailable"
 
 
 class EngineError(CrossfillError):

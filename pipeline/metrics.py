@@ -75,9 +75,15 @@ API: tuple[Family, ...] = (
     Family("crossfill_prompt_tokens", "counter", "Prompt tokens asked for.", ("model",)),
     Family("crossfill_output_tokens", "counter", "Tokens that decode engines sent here.", ("model",)),
     Family("crossfill_broker_up", "gauge", "1 when the broker answered this scrape, else 0.", read=True),
-    Family("crossfill_budget_bytes", "gauge", "Cap on page bytes in flight, all handoffs together.", read=True),
-    Family("crossfill_in_flight_bytes", "gauge", "Page bytes in flight, all handoffs together.", read=True),
-    Family("crossfill_budget_waiters", "gauge", "Handoffs that wait for credit.", read=True),
+    Family("crossfill_budget_bytes", "gauge", "Cap on page bytes in flight on the control broker.", read=True),
+    Family("crossfill_in_flight_bytes", "gauge", "Page bytes in flight on the control broker.", read=True),
+    Family("crossfill_budget_waiters", "gauge", "Handoffs that wait for credit on the control broker.", read=True),
+    Family(
+        "crossfill_page_server_up", "gauge", "1 when a decode replica's page server answers.", ("server",), read=True
+    ),
+    Family("crossfill_page_server_budget_bytes", "gauge", "Cap on page bytes in flight there.", ("server",), read=True),
+    Family("crossfill_page_server_in_flight_bytes", "gauge", "Page bytes in flight there.", ("server",), read=True),
+    Family("crossfill_page_server_waiters", "gauge", "Handoffs that wait for credit there.", ("server",), read=True),
     Family("crossfill_live_handoffs", "gauge", "Handoffs not yet released, of all API processes.", read=True),
     Family("crossfill_queued_jobs", "gauge", "Jobs waiting in a queue.", ("queue",), read=True),
     Family(
@@ -121,6 +127,9 @@ WORKER: tuple[Family, ...] = (
     _ERRORS,
     Family("crossfill_running_jobs", "gauge", "Jobs in a handler.", ("role",), read=True),
     Family("crossfill_draining", "gauge", "1 while this replica takes nothing new.", read=True),
+    Family(
+        "crossfill_own_page_server_up", "gauge", "D: 1 while its own page server answers, where it has one.", read=True
+    ),
     Family("crossfill_engine_running_requests", "gauge", "Requests inside the engine, both roles.", read=True),
     Family("crossfill_engine_held_pages", "gauge", "Pages kept for export or import of live requests.", read=True),
     Family("crossfill_engine_cached_pages", "gauge", "Pages in the prefix cache.", read=True),

@@ -28,6 +28,8 @@ class BrokerSettings(_Section):
     codec: Codec = (
         "raw"  # how pages are packed; "int8" is lossy and must be set on both sides; "auto" measures the link
     )
+    pages_user: str | None = None  # for page servers that decode replicas advertise; None: the server's default user
+    pages_password: str | None = None  # the same for all of them; never leaves this process
     payload_ttl_s: float = Field(30.0, gt=0)  # a payload nobody fetched disappears by itself
     handoff_ttl_s: float = Field(900.0, gt=0)  # every key of a handoff, however long it lives
     result_ttl_s: int = Field(60, ge=0)  # RQ: finished jobs stay visible this long
@@ -58,6 +60,8 @@ class WorkerSettings(_Section):
     model: Path
     role: Role = "both"
     slots: int = Field(16, ge=1)  # jobs at once, per role
+    pages_url: str | None = None  # decode: a Redis/Valkey of its own for pages, advertised; None: the control broker
+    pages_budget_bytes: int | None = Field(None, gt=0)  # cap on page bytes in flight there; None: broker.budget_bytes
     lease_s: float = Field(5.0, gt=0)
     metrics_host: str = "127.0.0.1"  # address that answers Prometheus
     metrics_port: int = Field(0, ge=0, le=65535)  # its port; 0: none

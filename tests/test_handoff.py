@@ -16,6 +16,7 @@ from pipeline.broker import channel, keys
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Change, Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError
@@ -134,7 +135,7 @@ class Life:
 
     def __init__(self, client: Redis) -> None:
         self.client = client
-        self.ledger = Ledger(client, client, BrokerClock(client), Settings())
+        self.ledger = Ledger(client, PageServers(client, Settings().broker), BrokerClock(client), Settings())
         self.request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
         self.id = self.request.handoff_id
         self.record = keys.HandoffKeys(self.id).record

@@ -38,6 +38,7 @@ from bench import ttft
 from ops.gpu import system
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.settings import Settings
 
 PHASES = ("queued", "prefilling", "copying", "importing", "before the first token", "streaming")
@@ -96,7 +97,9 @@ class Watcher:
 
     def __init__(self, broker_url: str) -> None:
         self._client = Redis.from_url(broker_url)
-        self._ledger = Ledger(self._client, self._client, BrokerClock(self._client), Settings())
+        self._ledger = Ledger(
+            self._client, PageServers(self._client, Settings().broker), BrokerClock(self._client), Settings()
+        )
         self._victims: dict[int, Order] = {}  # by prompt length, which is unique among victims
         self.traces: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()

@@ -26,6 +26,7 @@ from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.errors import BrokerError, CrossfillError, OverloadedError
 from pipeline.request import Request
@@ -47,7 +48,8 @@ class BrokerBackend:
         self._async_client = connect.connect_async(settings.broker.url)
         self._hub = TokenHub(self._async_client)
         clock = BrokerClock(self._client)
-        self._ledger = Ledger(self._client, self._client, clock, settings)
+        self._pages = PageServers(self._client, settings.broker)
+        self._ledger = Ledger(self._client, self._pages, clock, settings)
         self._registry = Registry(self._client)
         self._dispatch = Dispatch(self._client, self._ledger, self._registry, settings)
         self._janitor = Janitor(self._client, self._client, self._ledger, self._registry, clock, settings)
@@ -74,7 +76,8 @@ class BrokerBackend:
         with contextlib.suppress(CrossfillError):  # a broker that is away may come back: the next beat looks
             await to_thread.run_sync(self._beat)
         await self._hub.start()
-        self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in (self._beat, self._janitor.sweep_in_turn)]
+        steps: tuple[Callable[[], object], ...] = (self._beat, self._janitor.sweep_in_turn, self._pages.settle)
+        self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in steps]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -82,6 +85,7 @@ class BrokerBackend:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close()
         await self._async_client.aclose()
+        self._pages.close()
         self._client.close()
 
     async def submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
@@ -164,6 +168,7 @@ class BrokerBackend:
         return {
             "replicas": [_shown(replica) for replica in replicas],
             "budget": {"budget_bytes": self._settings.broker.budget_bytes, **budget},
+            "page_servers": [view.shown() for view in self.operator.pages(replicas)],
             "live": self._ledger.live(),
             "queues": queue.queue_lengths(self._client, sorted(queues)),
         }
@@ -221,7 +226,8 @@ def _fitted(request: Request, decoder: Replica) -> Request:
 
 def _shown(replica: Replica) -> dict[str, Any]:
     contract = {"digest": replica.contract.digest, "context_length": replica.contract.context_length}
-    return {**asdict(replica), "contract": contract, "features": sorted(replica.features)}
+    pages = replica.pages and replica.pages._asdict()
+    return {**asdict(replica), "contract": contract, "features": sorted(replica.features), "pages": pages}
 
 
 async def _every(seconds: float, step: Callable[[], object]) -> None:

@@ -13,22 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from redis import Redis
+from redis import ConnectionPool, Redis
 from redis import exceptions as failures
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pipeline.errors import BrokerError, BudgetTooSmallError, ConfigError
-from pipeline.settings import MIB
+from pipeline.broker.address import redact as redact
+from pipeline.errors import BrokerError, BudgetTooSmallError, ConfigError, PageServerError
+from pipeline.settings import MIB, BrokerSettings
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
 HEALTH_CHECK_S = 15  # a connection idle for longer is asked PING before its next use
 POOL_SIZE = 1024  # the library's 100 is fewer than the slots of a large worker blocked at once
 
+BROKER = "the broker"
 NO_EVICTION = "noeviction"
 OLDEST_REDIS = (7, 0)  # scripts with `#!lua flags=allow-oom`
 OLDEST_VALKEY = (7, 2)
@@ -38,6 +41,35 @@ def connect(url: str) -> Redis:
     """A client for everything that answers at once: bytes replies, 5 s for a reply. Raises ConfigError."""
     with _valid(url):
         return Redis.from_url(url, retry=_no_retry(), socket_timeout=REPLY_TIMEOUT_S, **_options(url))
+
+
+class PageServer(Redis):
+    """A client of a page server that is not the control broker: what fails there, is told of it by name."""
+
+    address = ""
+
+
+def connect_pages(url: str, settings: BrokerSettings) -> PageServer:
+    """The client for an advertised `url`, with our own credentials. As `connect` otherwise.
+
+    Over TLS the certificate options (`ssl_*`) of `broker.url` hold here, too. Raises ConfigError.
+    """
+    with _valid(url):
+        full = _with_credentials(url, settings)
+        pool = ConnectionPool.from_url(full, retry=_no_retry(), socket_timeout=REPLY_TIMEOUT_S, **_options(url))
+    client = PageServer(connection_pool=pool)
+    client.auto_close_connection_pool = True  # it is nobody else's
+    client.address = url
+    return client
+
+
+def _with_credentials(url: str, settings: BrokerSettings) -> str:
+    parts = urlsplit(url)
+    user, password = settings.pages_user, settings.pages_password
+    login = f"{quote(user or '', safe='')}:{quote(password or '', safe='')}@" if user or password else ""
+    ours = parse_qsl(urlsplit(settings.url).query)
+    options = [(name, value) for name, value in ours if name.startswith("ssl_") and parts.scheme == "rediss"]
+    return parts._replace(netloc=login + parts.netloc.rpartition("@")[2], query=urlencode(options)).geturl()
 
 
 def connect_blocking(url: str) -> Redis:
@@ -88,31 +120,40 @@ def _valid(url: str) -> Iterator[None]:
         raise ConfigError(f"broker.url {redact(url)!r} is not a redis://, rediss:// or unix:// URL: {error}") from error
 
 
-def redact(url: str) -> str:
-    """`url` without its password, for messages and logs."""
-    return re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
-
-
 # The first that fits counts: some of these classes derive from ConnectionError.
 _ADVICE: tuple[tuple[type[failures.RedisError], str], ...] = (
-    (failures.AuthenticationError, "the broker refused our credentials: check user and password in broker.url"),
-    (failures.NoPermissionError, "the broker forbids a command to our user: extend its ACL"),
-    (failures.OutOfMemoryError, "the broker is full: raise its maxmemory, or lower budget_bytes"),
-    (failures.ReadOnlyError, "the broker is a read-only replica: point broker.url at the primary"),
-    (failures.TimeoutError, "the broker did not answer in time: check that it runs and is reachable"),
-    (failures.ConnectionError, "the broker is unreachable: check broker.url and that the server runs"),
-    (failures.RedisError, "the broker refused a command: see its log"),  # MASTERDOWN, BUSY, MISCONF, CLUSTERDOWN
+    (failures.AuthenticationError, "{it} refused our credentials: check user and password in {login}"),
+    (failures.NoPermissionError, "{it} forbids a command to our user: extend its ACL"),
+    (failures.OutOfMemoryError, "{it} is full: raise its maxmemory, or lower {budget}"),
+    (failures.ReadOnlyError, "{it} is a read-only replica: point {url} at the primary"),
+    (failures.TimeoutError, "{it} did not answer in time: check that it runs and is reachable"),
+    (failures.ConnectionError, "{it} is unreachable: check {url} and that the server runs"),
+    (failures.RedisError, "{it} refused a command: see its log"),  # MASTERDOWN, BUSY, MISCONF, CLUSTERDOWN
 )
+_BROKER = {"it": BROKER, "login": "broker.url", "budget": "budget_bytes", "url": "broker.url"}
+_PAGES = {
+    "login": "broker.pages_user and broker.pages_password",
+    "budget": "pages_budget_bytes",
+    "url": "the pages_url of its decode replica",
+}
 
 
 @contextmanager
-def translate() -> Iterator[None]:
-    """Raise what the network or the server does to us as BrokerError, saying what to do."""
+def translate(client: Redis | None = None) -> Iterator[None]:
+    """Raise what the network or the server does to us as BrokerError, saying what to do; as PageServerError where
+    `client` is of one."""
     try:
         yield
     except failures.RedisError as error:
         advice = next(advice for kind, advice in _ADVICE if isinstance(error, kind))
-        raise BrokerError(f"{advice} ({error})") from error
+        if isinstance(client, PageServer):
+            raise PageServerError(f"{advice.format(**_PAGES, it=name_of(client))} ({error})") from error
+        raise BrokerError(f"{advice.format(**_BROKER)} ({error})") from error
+
+
+def name_of(client: Redis) -> str:
+    """What to call a server in a message."""
+    return f"page server {client.address}" if isinstance(client, PageServer) else BROKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +175,7 @@ def margin_bytes(budget_bytes: int) -> int:
 
 def server_info(client: Redis) -> ServerInfo:
     """Raises BrokerError. Uses INFO only: hosted servers often forbid CONFIG."""
-    with translate():
+    with translate(client):
         raw: dict[str, Any] = client.info()
     kind = "valkey" if "valkey_version" in raw else "redis"
     version = tuple(int(part) for part in re.findall(r"\d+", str(raw[f"{kind}_version"]))[:3])
@@ -148,36 +189,37 @@ def require_ready(client: Redis, budget_bytes: int, value_bytes: int) -> ServerI
     """
     if value_bytes > budget_bytes:
         raise BudgetTooSmallError(budget_bytes, value_bytes)
-    info = server_info(client)
-    require_version(info)
-    require_policy(info)
-    require_memory(info, budget_bytes)
+    info, name = server_info(client), name_of(client)
+    require_version(info, name)
+    require_policy(info, name)
+    require_memory(info, budget_bytes, name)
     return info
 
 
-def require_version(info: ServerInfo) -> None:
+def require_version(info: ServerInfo, name: str = BROKER) -> None:
     """Raises ConfigError."""
     oldest = OLDEST_VALKEY if info.kind == "valkey" else OLDEST_REDIS
     if info.version < oldest:
-        raise ConfigError(f"the broker is {info.kind} {dotted(info.version)}: {dotted(oldest)} or newer is needed")
+        raise ConfigError(f"{name} is {info.kind} {dotted(info.version)}: {dotted(oldest)} or newer is needed")
 
 
-def require_policy(info: ServerInfo) -> None:
+def require_policy(info: ServerInfo, name: str = BROKER) -> None:
     """Raises ConfigError."""
     if info.policy != NO_EVICTION:
         raise ConfigError(
-            f"the broker's maxmemory-policy is {info.policy}: it would drop pages by itself; "
+            f"{name}'s maxmemory-policy is {info.policy}: it would drop pages by itself; "
             f"set `maxmemory-policy {NO_EVICTION}` in its configuration"
         )
 
 
-def require_memory(info: ServerInfo, budget_bytes: int) -> None:
+def require_memory(info: ServerInfo, budget_bytes: int, name: str = BROKER) -> None:
     """Raises ConfigError."""
     needed = budget_bytes + margin_bytes(budget_bytes)
     if 0 < info.maxmemory_bytes < needed:
+        budget = "broker.budget_bytes" if name == BROKER else "pages_budget_bytes"
         raise ConfigError(
-            f"the broker's maxmemory is {info.maxmemory_bytes} bytes; budget_bytes = {budget_bytes} needs {needed}: "
-            f"raise maxmemory or lower broker.budget_bytes"
+            f"{name}'s maxmemory is {info.maxmemory_bytes} bytes; budget_bytes = {budget_bytes} needs {needed}: "
+            f"raise maxmemory or lower {budget}"
         )
 
 

@@ -56,9 +56,9 @@ def entry_id(attempts: Attempts, sequence: int) -> str:
     return f"{attempts.prefill << 16 | attempts.decode}-{sequence}"
 
 
-def repeated(call: Callable[[], T]) -> T:
+def repeated(client: Redis, call: Callable[[], T]) -> T:
     """Run an idempotent step; once more when the connection broke. Raises BrokerError."""
-    with translate():
+    with translate(client):
         try:
             return call()
         except RedisConnectionError:
@@ -140,7 +140,7 @@ class Credit:
         """These pages are in the engine, or are given up: payload, credit and header entry go. Once is enough."""
         if sequences:
             for reply in self._run([self.returning(sequence) for sequence in sequences], len(sequences)):
-                _require(reply)
+                self._require(reply)
 
     def returning(self, sequence: int) -> bytes:
         """The command of `give_back`."""
@@ -153,30 +153,30 @@ class Credit:
     def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
         """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks."""
         parts = [command("GETRANGE", self.payload_key(one), 0, len(target) - 1) for one, target in wanted]
-        repeated(lambda: self.link.send(parts, len(parts)))
+        repeated(self._client, lambda: self.link.send(parts, len(parts)))
         for at, (_, target) in enumerate(wanted):
             try:
                 got = self.link.reply_into(target)
             except RedisConnectionError as error:
                 if not again:
-                    _require(error)
+                    self._require(error)
                 yield from self.fetch_all(wanted[at:], again=False)
                 return
             except RedisError as error:
                 got = error
-            yield _require(got)
+            yield self._require(got)
 
     def headers(self, after: str, count: int, block_ms: int) -> list[tuple[bytes, bytes]]:
         """Up to `count` entry ids and headers behind `after`; none when nothing came for `block_ms`."""
         call = command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self.names.stream, after)
         (reply,) = self._run([call], 1)
-        streams = _require(reply)
+        streams = self._require(reply)
         return [(entry, _field(fields, b"h")) for entry, fields in streams[0][1]] if streams else []
 
     def fence(self) -> str | None:
         """The pair that may write now; None after release, reaping or a restart of the server."""
         (reply,) = self._run([command("GET", self.names.fence)], 1)
-        value = _require(reply)
+        value = self._require(reply)
         return value.decode() if value else None
 
     def _frame(self, frame: Outgoing) -> list[Buffer]:
@@ -190,7 +190,7 @@ class Credit:
         at = 0
         for count, frame in enumerate(frames):
             stored, answer = replies[at], replies[at + _replies(frame) - 1]
-            status = self._current(_require(answer))
+            status = self._current(self._require(answer))
             if status != "ok":
                 return Sent(count, stored if isinstance(stored, Exception) else status)
             at += _replies(frame)
@@ -225,14 +225,21 @@ class Credit:
             self.link.send(parts, count)
             return [self.link.reply() for _ in range(count)]
 
-        replies = repeated(call)
+        replies = repeated(self._client, call)
         for _ in range(_HEALS):
             if not any(isinstance(reply, NoScriptError) for reply in replies):
                 break
             for name in self._shas:
-                repeated(partial(self._client.script_load, source(name)))
-            replies = repeated(call)
+                repeated(self._client, partial(self._client.script_load, source(name)))
+            replies = repeated(self._client, call)
         return replies
+
+    def _require(self, reply: Any) -> Any:
+        """The reply, or the server's refusal as BrokerError."""
+        if isinstance(reply, Exception):
+            with translate(self._client):
+                raise reply
+        return reply
 
     def _current(self, reply: bytes) -> str:
         """A script's status. Only D ends a fence: a writer without one is no longer wanted."""
@@ -244,14 +251,6 @@ class Credit:
 
 def _replies(frame: Outgoing) -> int:
     return 2 if frame.payload else 1
-
-
-def _require(reply: Any) -> Any:
-    """The reply, or the server's refusal as BrokerError."""
-    if isinstance(reply, Exception):
-        with translate():
-            raise reply
-    return reply
 
 
 def _field(fields: list[bytes], name: bytes) -> bytes:
@@ -293,7 +292,7 @@ def heartbeat(client: Redis, handoff_ids: Sequence[str], settings: BrokerSetting
                 script(_BUDGET_KEYS, [*_arguments(handoff_id, lease_ms(settings)), *args], client=pipe)
             return pipe.execute()
 
-    return [bool(reply) for reply in repeated(call)] if handoff_ids else []
+    return [bool(reply) for reply in repeated(client, call)] if handoff_ids else []
 
 
 def reap(client: Redis) -> list[str]:
@@ -309,14 +308,14 @@ def gauges(client: Redis) -> BudgetGauges:
             pipe.hlen(keys.BUDGET_HELD)
             return pipe.execute()
 
-    total, waiters, handoffs = repeated(read)
+    total, waiters, handoffs = repeated(client, read)
     return BudgetGauges(int(total or 0), waiters, handoffs)
 
 
 def _run(client: Redis, name: str, handoff_id: str, args: Sequence[Any] = (), lease: int = 0) -> Any:
     """Scripts that renew no lease take 0 for it."""
     common = _arguments(handoff_id, lease)
-    return repeated(lambda: Scripts(client).run(name, _BUDGET_KEYS, [*common, *args]))
+    return repeated(client, lambda: Scripts(client).run(name, _BUDGET_KEYS, [*common, *args]))
 
 
 def _arguments(handoff_id: str, lease: int) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.broker.connect import connect, redact, translate
+from pipeline.broker.address import redact
+from pipeline.broker.connect import connect, translate
 from pipeline.errors import ConfigError
 
 PREFIX = "/rq"

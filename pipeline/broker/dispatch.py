@@ -18,6 +18,7 @@ from redis.client import Pipeline
 from pipeline import request as requests
 from pipeline import routing, tracing
 from pipeline.broker import queue
+from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.ledger import Change, Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
@@ -82,6 +83,8 @@ class Dispatch:
         Raises NoReplicaError (nobody can go on, or no retry is left), QuarantinedError, BrokerError.
         """
 
+        before: list[Address | None] = []  # where the lost D's pages crossed, if the next one's cross elsewhere
+
         def change(record: Record) -> Change | None:
             if record.attempt("decode") != attempt:
                 return None
@@ -92,14 +95,18 @@ class Dispatch:
             self._require_harmless(record, deaths)
             if record.number("taken_over") >= self.settings.handoff.retries:
                 raise NoReplicaError(f"it was taken over {record.number('taken_over')} times already")
-            return self._taken_over(record, route, deaths)
+            decoder = self._replica(route.decode_replica)
+            if decoder is None:
+                raise NoReplicaError(f"decode replica {route.decode_replica} has just ended")
+            before[:] = [] if decoder.pages == record.page_server else [record.page_server]
+            return self._taken_over(record, route, decoder, deaths)
 
-        return self.ledger.reassign(handoff_id, Event.TAKEOVER, change)
+        done = self.ledger.reassign(handoff_id, Event.TAKEOVER, change)
+        if done and before:
+            self.ledger.pages.release(before[0], handoff_id)
+        return done
 
-    def _taken_over(self, record: Record, route: Route, deaths: dict[str, str]) -> Change:
-        decoder = self._replica(route.decode_replica)
-        if decoder is None:
-            raise NoReplicaError(f"decode replica {route.decode_replica} has just ended")
+    def _taken_over(self, record: Record, route: Route, decoder: Replica, deaths: dict[str, str]) -> Change:
         prefill_attempt = record.attempt("prefill") + 1
         fields: dict[str, str | int] = {
             "route": _encode(route),
@@ -113,7 +120,7 @@ class Dispatch:
         }
         if route.prefill_queue is None:
             fields["prefill_begun"] = f"{prefill_attempt}."  # what is still queued for P finds nothing to do
-        drop = ("prefill_worker", "prefill_error", "decode_worker", "decode_error", "recomputed")
+        drop = ("prefill_worker", "prefill_error", "decode_worker", "decode_error", "recomputed", "page_server")
         specs = jobs(record.handoff_id, route, decoder.model)
         return Change(fields, drop, partial(self._enqueue, specs))
 

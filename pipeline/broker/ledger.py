@@ -19,11 +19,13 @@ from redis.exceptions import WatchError
 
 from pipeline import contract as contracts
 from pipeline import request as requests
-from pipeline.broker import channel, keys, stream
+from pipeline.broker import channel, keys
 from pipeline.broker import record as records
+from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Record, Role, Snapshot
 from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
@@ -48,11 +50,11 @@ class Change(NamedTuple):
 
 
 class Ledger:
-    """Bound to the control broker (`client`) and the page server (`pages`, the same by default)."""
+    """Bound to the control broker (`client`); `pages` are the servers on which handoffs hold credit."""
 
-    def __init__(self, client: Redis, pages: Redis, clock: BrokerClock, settings: Settings) -> None:
+    def __init__(self, client: Redis, pages: PageServers, clock: BrokerClock, settings: Settings) -> None:
         self._client = client
-        self._pages = pages
+        self.pages = pages
         self._clock = clock
         self._settings = settings
         self._scripts = Scripts(client)
@@ -154,7 +156,8 @@ class Ledger:
 
     def stop(self, handoff_id: str, tokens: int) -> bool:
         """The API saw a stop string after `tokens` tokens: finished, later log entries do not count."""
-        return self._advance(handoff_id, None, 0, Event.FINISH, "stop", {"stop_tokens": tokens})[0] == "ok"
+        finish = _table(Event.FINISH)
+        return self._run_advance(handoff_id, None, 0, finish, "stop", {"stop_tokens": tokens})[0] == "ok"
 
     def forget(self, handoff_id: str) -> None:
         """The API has read everything it wants of an ended handoff."""
@@ -250,21 +253,23 @@ class Ledger:
         self, handoff_id: str, role: Role, attempt: int, event: Event, fields: Fields | None = None, publish: str = ""
     ) -> State:
         """One transition. Raises StaleAttemptError, HandoffCancelledError (it has ended or is ending)."""
-        status, state = self._advance(handoff_id, role, attempt, event, publish, fields or {})
+        status, state = self._run_advance(handoff_id, role, attempt, _table(event), publish, fields or {})
         _require(handoff_id, status, state, event)
         assert state is not None
         return state
 
+    def place(self, handoff_id: str, attempt: int, address: Address) -> None:
+        """D's pages cross at `address`: said before anything is there, so that whoever cleans up knows where to look.
+
+        Raises StaleAttemptError, HandoffCancelledError.
+        """
+        status, state = self._run_advance(handoff_id, "decode", attempt, "", "", {"page_server": str(address)})
+        _require(handoff_id, status, state, Event.ACCEPT)
+
     def accept(self, handoff_id: str, accept: Accept, fields: Fields) -> None:
         """D has room: tell P which pages are wanted. Errors as `advance`."""
-        self.advance(
-            handoff_id,
-            "decode",
-            accept.decode_attempt,
-            Event.ACCEPT,
-            {"accept": str(accept), **fields},
-            publish="accept",
-        )
+        fields = {"accept": str(accept), **fields}
+        self.advance(handoff_id, "decode", accept.decode_attempt, Event.ACCEPT, fields, publish="accept")
 
     def mark(self, handoff_id: str, role: Role, attempt: int, fields: Fields, publish: str = "") -> None:
         """Marks and counters without a transition, of one that has ended too; those of a stale attempt are ignored."""
@@ -306,9 +311,9 @@ class Ledger:
 
     def release(self, handoff_id: str) -> None:
         """Give back credit, pages and stream of an ended handoff. Idempotent."""
+        record = self.load(handoff_id)
+        self.pages.release(record.page_server if record else None, handoff_id)
         with translate():
-            stream.release(self._pages, handoff_id)
-            record = self.load(handoff_id)
             if self._client.zrem(keys.LIVE, handoff_id) and record:
                 self._remember(record)
         self._bury(handoff_id, "released", "forgotten")
@@ -322,11 +327,6 @@ class Ledger:
         names = keys.HandoffKeys(handoff_id)
         with translate():
             self._scripts.run("bury", [names.record, names.tokens], [mine, others, _TOMBSTONE_MS])
-
-    def _advance(
-        self, handoff_id: str, role: Role | None, attempt: int, event: Event, publish: str, fields: Fields
-    ) -> tuple[str, State | None]:
-        return self._run_advance(handoff_id, role, attempt, _table(event), publish, fields)
 
     def _run_advance(
         self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields

@@ -6,18 +6,21 @@ Everything comes from the broker, so it works while no API is up. No prompt text
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from redis import Redis
 
 from pipeline.broker import keys, stream, tally
+from pipeline.broker.address import Address
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import ServerInfo, server_info, translate
 from pipeline.broker.credit import BudgetGauges
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.tally import Tally
+from pipeline.errors import CrossfillError
 from pipeline.handoff import State
 from pipeline.settings import Settings
 
@@ -33,13 +36,29 @@ class Link(NamedTuple):
     read_mb_s: float
 
 
+class PagesView(NamedTuple):
+    """A page server beside the control broker, and who takes pages from it. `gauges` None: no answer, see `error`."""
+
+    address: Address
+    replicas: list[str]
+    info: ServerInfo | None
+    gauges: BudgetGauges | None
+    error: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON."""
+        gauges = {"up": False, "error": self.error} if self.gauges is None else {"up": True, **self.gauges._asdict()}
+        return {**self.address._asdict(), "replicas": self.replicas, **gauges}
+
+
 class Operator:
     """Bound to the control broker. Every call raises BrokerError when it is away."""
 
     def __init__(self, client: Redis, settings: Settings, clock: BrokerClock | None = None) -> None:
         self._client = client
         self._clock = clock or BrokerClock(client)
-        self._ledger = Ledger(client, client, self._clock, settings)
+        self._pages = PageServers(client, settings.broker)
+        self._ledger = Ledger(client, self._pages, self._clock, settings)
         self._registry = Registry(client)
 
     def replicas(self) -> list[Replica]:
@@ -48,6 +67,24 @@ class Operator:
 
     def budget(self) -> BudgetGauges:
         return stream.gauges(self._client)
+
+    def pages(self, replicas: Iterable[Replica]) -> list[PagesView]:
+        """The page servers that `replicas` advertise, by URL. One whose own replica does not reach it is not tried."""
+        users: dict[Address, list[Replica]] = {}
+        for replica in replicas:
+            if replica.pages is not None:
+                users.setdefault(replica.pages, []).append(replica)
+        return [self._look(address, users[address]) for address in sorted(users)]
+
+    def _look(self, address: Address, users: Sequence[Replica]) -> PagesView:
+        names = [replica.name for replica in users]
+        if all(replica.load.get("page_server_down") for replica in users):
+            return PagesView(address, names, None, None, f"{', '.join(names)} cannot reach it")
+        try:
+            server = self._pages.at(address)
+            return PagesView(address, names, server_info(server), stream.gauges(server))
+        except CrossfillError as error:
+            return PagesView(address, names, None, None, str(error))
 
     def queues(self, names: Iterable[str] = ()) -> dict[str, Tally]:
         """Jobs by where they are, in the queues `names` and in every other one that ever had a job, by name."""

@@ -57,6 +57,7 @@ class PageReader:
     ) -> None:
         """`when_idle` is called, from the other thread, where nothing has come: may more be expected?"""
         credit = partial(Credit, client, frames.handoff_id, frames.attempts, settings)
+        self._client = client
         self._check = check
         self._current: Received | None = None
         self._credit = credit(check)
@@ -94,7 +95,7 @@ class PageReader:
         self._receiver.free.put(received.buffer)
         self._settle()  # the reply to the one before came while the engine worked
         self._unanswered = received.sequence
-        with translate():
+        with translate(self._client):
             try:
                 self._credit.link.send([self._credit.returning(received.sequence)], 1)
             except RedisConnectionError:
@@ -124,7 +125,7 @@ class PageReader:
         sequence, self._unanswered = self._unanswered, None
         if sequence is None:
             return
-        with translate():
+        with translate(self._client):
             try:
                 reply = self._credit.link.reply() if self._credit.link.due else None
             except RedisConnectionError:

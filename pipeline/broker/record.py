@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipeline import codec
 from pipeline import contract as contracts
 from pipeline import request as requests
+from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
 from pipeline.contract import Contract
 from pipeline.handoff import State
@@ -28,6 +29,7 @@ SMALL = (
     "policy",
     "owner",
     "accept",
+    "page_server",
     "recomputed",
     "capture",
     "at_created",
@@ -112,6 +114,12 @@ class Snapshot:
     def accept(self) -> Accept | None:
         text = self.fields.get("accept")
         return Accept.parse(text) if text else None
+
+    @property
+    def page_server(self) -> Address | None:
+        """Where D takes its pages from; None: from the control broker."""
+        text = self.fields.get("page_server")
+        return Address.parse(text) if text else None
 
     @property
     def recomputed(self) -> str | None:
@@ -202,6 +210,7 @@ def trace(record: Snapshot) -> dict[str, Any]:
         "replicas": {role: record.fields.get(f"{role}_replica") for role in ROLES},
         "workers": {role: record.worker(role) for role in ROLES},
         "attempts": {role: record.number(f"{role}_attempt") for role in ROLES},
+        "page_server": record.page_server.url if record.page_server else None,
         "recomputed": record.recomputed,
         "error": record.fields.get("error"),
         "reason": record.fields.get("reason"),

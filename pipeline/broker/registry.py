@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from redis import Redis
 
 from pipeline.broker import keys
+from pipeline.broker.address import Address
 from pipeline.broker.connect import translate
 from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
@@ -42,6 +43,7 @@ class Replica:
     max_running: int = 16
     kv_tokens: int = 0
     features: frozenset[str] = frozenset()
+    pages: Address | None = None  # its own page server; None: pages cross the control broker
     stats: dict[str, int] = field(default_factory=dict)
     load: dict[str, int] = field(default_factory=dict)
 
@@ -58,6 +60,7 @@ def decode(text: str | bytes, stats: str | bytes, load: str | bytes) -> Replica:
     fields = json.loads(text)
     fields["contract"] = Contract(**fields["contract"])
     fields["features"] = frozenset(fields.get("features", ()))
+    fields["pages"] = Address(*fields["pages"]) if fields.get("pages") else None
     return Replica(**fields, stats=json.loads(stats), load=json.loads(load))
 
 

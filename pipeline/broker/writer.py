@@ -55,7 +55,7 @@ class PageWriter:
         self._ahead = ahead(frames.shape.page_bytes)
         self._credit_for = partial(Credit, client, frames.handoff_id, frames.attempts, settings)
         self._credit = self._credit_for(self._require_open)
-        self._sender = _Sender(self._credit, frames, patience_s, self._require_open)
+        self._sender = _Sender(client, self._credit, frames, patience_s, self._require_open)
         self._changed = self._sender.changed
         self._thread = threading.Thread(target=self._sender.run, name=f"send-{frames.handoff_id[:8]}", daemon=True)
 
@@ -136,13 +136,16 @@ class _ClosedError(Exception):
 class _Sender:
     """What the thread does. `changed` guards everything public; only this thread takes from `waiting`."""
 
-    def __init__(self, credit: Credit, frames: FrameWriter, patience_s: float, check: Callable[[], None]) -> None:
+    def __init__(
+        self, client: Redis, credit: Credit, frames: FrameWriter, patience_s: float, check: Callable[[], None]
+    ) -> None:
         self.changed = threading.Condition()
         self.waiting: deque[Outgoing] = deque()
         self.error: Exception | None = None
         self.closing = False
         self.pages = 0
         self.bytes = 0
+        self._client = client
         self._credit = credit
         self._size = frames.shape.page_bytes
         self._choice = frames.choice
@@ -207,7 +210,7 @@ class _Sender:
         """A full server is asked again for a while, then the handoff fails and gives its credit back."""
         self._check()
         if isinstance(why, Exception) and not isinstance(why, OutOfMemoryError):
-            with translate():
+            with translate(self._client):
                 raise why
         now = time.monotonic()
         if self._impatient_at is None:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from pipeline.broker import connect
 from pipeline.broker.connect import ServerInfo
-from pipeline.broker.operator import Link, Operator
+from pipeline.broker.operator import Link, Operator, PagesView
 from pipeline.broker.registry import Replica
 from pipeline.budget import require_fits
 from pipeline.cli import queues, view
@@ -98,7 +98,8 @@ def examine(operator: Operator, settings: Settings) -> list[Check]:
     checks += [broker(info), policy(info), memory(info, settings), *_timed(operator)]
     try:
         replicas = operator.replicas()
-        return [*checks, *fleet(replicas, settings), *traffic(operator, replicas)]
+        found = [*fleet(replicas, settings), *map(page_server, operator.pages(replicas))]
+        return [*checks, *found, *traffic(operator, replicas)]
     except BrokerError as error:
         return [*checks, Check("broker", "fail", "it went away while it was looked at", str(error))]
 
@@ -240,6 +241,23 @@ def _short(value: object) -> str:
 
 def _label(members: Sequence[Replica]) -> str:
     return f"{members[0].model} [{members[0].contract.digest[:8]}]"
+
+
+def page_server(seen: PagesView) -> Check:
+    """As the broker: what its replica would refuse to start with is a failure here."""
+    name, budget = f"page server {seen.address.url}", seen.address.budget_bytes
+    if seen.info is None or seen.gauges is None:
+        advice = f"{', '.join(seen.replicas)} takes nothing new until it answers: start it, or change pages_url"
+        return Check("pages", "fail", f"{name}: {seen.error}", advice)
+
+    def require() -> None:
+        assert seen.info is not None
+        connect.require_version(seen.info, name)
+        connect.require_policy(seen.info, name)
+        connect.require_memory(seen.info, budget, name)
+
+    held = f"{view.mib(seen.gauges.in_flight_bytes)} of {view.mib(budget)} in flight"
+    return _required("pages", f"{name} of {', '.join(seen.replicas)}: {held}", require)
 
 
 # -- what goes on

@@ -63,6 +63,8 @@ def facts(trace: dict[str, Any]) -> Table:
     found.add_row("moved", escape(waterfall.title(trace)))
     for role in ("prefill", "decode"):
         found.add_row(role, escape(_part(trace, role)))
+    if trace.get("page_server"):
+        found.add_row("pages on", escape(trace["page_server"]))
     if said := handoffs.note(trace):
         found.add_row("note", escape(said))
     return found

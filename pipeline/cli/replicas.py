@@ -25,6 +25,7 @@ def look(operator: Operator) -> Rows:
     return [
         asdict(replica)
         | {"features": sorted(replica.features), "digest": replica.contract.digest}
+        | {"pages": replica.pages and replica.pages._asdict()}
         | {"up_ms": round(now_ms - replica.started_ms)}
         for replica in operator.replicas()
     ]
@@ -46,8 +47,10 @@ def table(rows: Rows) -> Table:
 
 
 def state(row: dict[str, Any]) -> str:
-    """`serving`, `draining` (finishing what it has) or `drained`."""
+    """`serving`, `draining` (finishing what it has), `drained`, or `no page server`."""
     load = row["load"]
+    if load.get("page_server_down"):
+        return "no page server"
     if not load.get("draining"):
         return "serving"
     return "draining" if load.get("prefill_running") or load.get("decode_running") else "drained"

@@ -14,7 +14,7 @@ from pipeline.cli import config, lifeline
 from pipeline.errors import ConfigError, EngineError
 from pipeline.settings import Settings, WorkerSettings
 
-DESCRIBING = ("engine", "model", "role", "slots")
+DESCRIBING = ("engine", "model", "role", "slots", "pages_url")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,6 +26,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--model", type=Path, help="checkpoint directory")
     command.add_argument("--role", choices=("prefill", "decode", "both"), help="default both")
     command.add_argument("--slots", type=int, help="jobs at once, per role (default 16)")
+    command.add_argument(
+        "--pages-url", metavar="URL", help="decode: a Redis/Valkey of its own for pages (default: the broker)"
+    )
     command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     command.set_defaults(handler=run)
 

@@ -7,14 +7,14 @@ prompt itself, `fail` ends the handoff with the error.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
 from pipeline.broker import stream
 from pipeline.broker.channel import TokenEntry
 from pipeline.engines.base import Admission, Engine, TokenStep
-from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError, NoReplicaError
+from pipeline.errors import CrossfillError, EngineError, HandoffCancelledError, NoReplicaError, PageServerError
 from pipeline.frame import Commit
 from pipeline.handoff import Attempts, Event
 from pipeline.page import PAGE_TOKENS, page_count
@@ -69,7 +69,8 @@ def _give_up(part: Part, error: CrossfillError, attempts: Attempts) -> None:
     part.fields["recomputed"] = error.code
     services.ledger.mark(part.handoff_id, "decode", part.attempt, part.fields, publish="recompute")
     nobody = replace(attempts, prefill=attempts.prefill + 1)
-    stream.raise_fence(services.pages, part.handoff_id, nobody, services.settings.broker)
+    with suppress(PageServerError):  # then nobody can write there either
+        stream.raise_fence(services.pages.at(services.address), part.handoff_id, nobody, services.settings.broker)
 
 
 def _local(part: Part, engine: Engine) -> Admission:

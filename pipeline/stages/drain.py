@@ -12,13 +12,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pipeline import prefix
+from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Record, Role, Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract, require_equal
@@ -37,9 +39,6 @@ from pipeline.settings import Settings
 from pipeline.stages.observe import Observer
 from pipeline.stages.share import ImportShare
 
-if TYPE_CHECKING:
-    from redis import Redis
-
 T = TypeVar("T")
 INSIST_S = 120.0
 _RETRY_S = 0.5
@@ -48,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a worker process brings to every job. `pages` is a client of the page server.
+    """What a worker process brings to every job. `pages` are the page servers; `address` that of this replica as D.
 
     `resigned` asks whether this worker's engine has ended; by the time it says so, the worker has given up its lease.
     """
@@ -60,7 +59,8 @@ class Services:
     dispatch: Dispatch
     signals: Signals
     clock: BrokerClock
-    pages: Redis
+    pages: PageServers
+    address: Address | None = None
     observer: Observer = field(default_factory=lambda: Observer(Metrics("worker")))
     share: ImportShare = field(default_factory=ImportShare)
     resigned: Callable[[], bool] = lambda: False

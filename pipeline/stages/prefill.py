@@ -9,8 +9,10 @@ import contextlib
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
 from pipeline import codec
+from pipeline.broker.address import Address
 from pipeline.broker.record import Accept, Snapshot
 from pipeline.broker.stream import PageWriter
 from pipeline.engines.base import Prefill, PrefillEngine, wait_in_slices
@@ -28,19 +30,26 @@ def run(services: Services, engine: PrefillEngine, handoff_id: str) -> dict[str,
         require_wanted(part.record)
         request = part.request
         with closing(engine.prefill(request)) as work:
-            accept = part.watch.wait_for(
-                lambda seen: _accept_for(seen, part.attempt), services.settings.handoff.accept_s, "accept"
+            wanted = part.watch.wait_for(
+                lambda seen: _wanted(seen, part.attempt), services.settings.handoff.accept_s, "accept"
             )
-            if accept.first_page == page_count(request.transfer_tokens) and not request.first_token:
+            if wanted.accept.first_page == page_count(request.transfer_tokens) and not request.first_token:
                 return {"outcome": "held", "pages": 0}
-            with closing(_writer(part, request, accept)) as writer:
-                return _send(part, work, accept, writer)
+            with closing(_writer(part, request, wanted)) as writer:
+                return _send(part, work, wanted.accept, writer)
 
 
-def _accept_for(seen: Snapshot, attempt: int) -> Accept | None:
+class _Wanted(NamedTuple):
+    """D's word, and where it waits for the pages: both of one look at the record."""
+
+    accept: Accept
+    where: Address | None
+
+
+def _wanted(seen: Snapshot, attempt: int) -> _Wanted | None:
     accept = seen.accept
     if accept and accept.prefill_attempt == attempt:
-        return accept  # first: where D held every page, it may have committed before we looked
+        return _Wanted(accept, seen.page_server)  # first: where D held every page, it may have committed by now
     require_wanted(seen)
     return None
 
@@ -83,9 +92,10 @@ def _await(part: Part, wait: Callable[[float], bool], what: str) -> None:
     part.check()
 
 
-def _writer(part: Part, request: Request, accept: Accept) -> PageWriter:
-    services = part.services
+def _writer(part: Part, request: Request, wanted: _Wanted) -> PageWriter:
+    services, accept = part.services, wanted.accept
     attempts = Attempts(accept.prefill_attempt, accept.decode_attempt)
     chosen = codec.spoken(services.settings.broker.codec, accept.codecs)
     frames = FrameWriter(request.handoff_id, attempts, services.contract.page_shape, *part.addresses(), codec=chosen)
-    return PageWriter(services.pages, frames, services.settings.broker, part.check)
+    server, settings = services.pages.at(wanted.where), services.pages.settings(wanted.where)
+    return PageWriter(server, frames, settings, part.check)

@@ -15,7 +15,7 @@ from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.record import Accept, Snapshot
 from pipeline.broker.stream import PageReader
 from pipeline.engines.base import Admission
-from pipeline.errors import CrossfillError, DeadlineError, PeerError
+from pipeline.errors import CrossfillError, DeadlineError, PageServerError, PeerError
 from pipeline.frame import AbortedError, Commit, FrameReader
 from pipeline.handoff import Attempts, Event
 from pipeline.header import require
@@ -28,7 +28,8 @@ NO_TOKENS = Commit(0)  # of a prompt whose first token D computes, or that it ho
 
 
 class TransferError(Exception):
-    """`error` is P's or the wire's, not D's, and nobody is left to send again: computing the prompt may still help.
+    """`error` is P's, the wire's or the page server's, not D's, and nobody is left to send again: computing the prompt
+    may still help.
 
     `attempts`: the last that was tried.
     """
@@ -62,6 +63,8 @@ class Transfer:
         while True:
             try:
                 return step()
+            except PageServerError as error:  # ours: whoever sends again would send to the same one
+                raise TransferError(error, self._attempts) from error
             except (PeerError, DeadlineError) as error:
                 self._resend(error)
 
@@ -116,7 +119,10 @@ class Transfer:
     def _accept(self) -> None:
         """What came under an older pair of attempts and was not imported goes, and is sent again."""
         part, services = self._part, self._part.services
-        stream.raise_fence(services.pages, part.handoff_id, self._attempts, services.settings.broker)
+        if services.address is not None:
+            services.ledger.place(part.handoff_id, part.attempt, services.address)
+        server = services.pages.at(services.address)
+        stream.raise_fence(server, part.handoff_id, self._attempts, services.settings.broker)
         part.mark("accepted")
         accept = Accept(self._attempts.prefill, self._attempts.decode, self._next, self._codecs)
         services.ledger.accept(part.handoff_id, accept, part.fields)
@@ -147,7 +153,8 @@ class Transfer:
             transfer_tokens=request.transfer_tokens,
             codecs=self._codecs,
         )
-        return PageReader(services.pages, frames, services.settings.broker, part.check, part.require_prefill)
+        server = services.pages.at(services.address)
+        return PageReader(server, frames, services.settings.broker, part.check, part.require_prefill)
 
 
 def _require_first_tokens(request: Request, commit: Commit, vocab_size: int) -> None:

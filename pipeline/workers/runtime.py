@@ -26,6 +26,7 @@ from pipeline.broker.connect import connect, connect_blocking, require_ready
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
 from pipeline.broker.registry import Registry, Replica
 from pipeline.broker.signals import Signals
@@ -44,6 +45,7 @@ from pipeline.stages.drain import Services
 from pipeline.stages.observe import Observer
 from pipeline.stages.recording import RecordedEngine, Recorder
 from pipeline.stages.share import ImportShare
+from pipeline.workers.page_keeper import PageKeeper, own_address
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -58,6 +60,7 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
     """Serve as one replica until SIGTERM or SIGINT. Raises ConfigError, UnsupportedModelError, BrokerError at start;
     what ended the engine, where it ends by itself."""
     client = connect(settings.broker.url)
+    own_address(settings, worker)  # before a model is loaded for nothing
     with ExitStack() as stack:
         chosen = worker.engine_settings.model_copy(update={"role": worker.role, "held_pages": _held_pages(worker)})
         engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, chosen)))
@@ -136,7 +139,9 @@ class Runtime:
         self._engine = engine
         self._client = client
         clock, metrics = BrokerClock(client), Metrics("worker")
-        ledger = Ledger(client, client, clock, settings)
+        self._own_pages = own_address(settings, worker)
+        self._pages = PageServers(connect(settings.broker.url), settings.broker)
+        ledger = Ledger(client, self._pages, clock, settings)
         self._clock = clock
         self._registry = Registry(client)
         self._signals = Signals(connect_blocking(settings.broker.url), ledger)
@@ -151,11 +156,15 @@ class Runtime:
             dispatch=Dispatch(client, ledger, self._registry, settings),
             signals=self._signals,
             clock=clock,
-            pages=connect(settings.broker.url),
+            pages=self._pages,
+            address=self._own_pages,
             observer=Observer(metrics, tracing.connect(settings.observe, worker.name, clock.now_ms)),
             # Prompts that are computed here need the other half (and `held_pages` keeps those to it).
             share=ImportShare(engine.capabilities.kv_tokens // 2 if worker.role == "both" else 0),
             resigned=self._resigned,
+        )
+        self._page_keeper = PageKeeper(
+            self._pages, self._own_pages, self._signals.active, self._signals.seen, settings.broker
         )
         metrics.add_source(self._readings)
         self._end_metrics: Callable[[], None] = lambda: None
@@ -177,6 +186,7 @@ class Runtime:
         if self._worker.metrics_port:
             serve = self._services.observer.metrics.serve
             self._end_metrics = serve(self._worker.metrics_host, self._worker.metrics_port)
+        self._page_keeper.start(self._engine.contract.page_shape.page_bytes)
         self._registry.register(self._replica(), self._worker.lease_s)
         self._holds_lease = True
         self._signals.start()
@@ -222,9 +232,11 @@ class Runtime:
         self._stop.set()
         self._heart.join()
         self._keeper.join()
+        self._page_keeper.close()
         with contextlib.suppress(BrokerError):  # else the lease ends by itself
             self._registry.withdraw(self._worker.name)
         self._signals.close()
+        self._pages.close()
         self._end_metrics()
         self._services.observer.tracer.close()
 
@@ -270,6 +282,7 @@ class Runtime:
             model=self._worker.model.name,
             contract=self._engine.contract,
             slots=self._worker.slots,
+            pages=self._own_pages,
             stats=self._stats(),
             load=self._load(),
             started_ms=int(self._clock.now_ms()),
@@ -282,7 +295,8 @@ class Runtime:
     def _load(self) -> dict[str, int]:
         running = {f"{role}_running": taker.running for role, taker in self._takers.items()}
         stopping = {"stopping": 1} if self._draining else {}
-        return running | stopping | ({"draining": 1} if self._draining or self._unwanted else {})
+        lame = {} if self._page_keeper.up else {"page_server_down": 1}
+        return running | stopping | lame | ({"draining": 1} if self._draining or self._unwanted or lame else {})
 
     def _readings(self) -> Iterator[Reading]:
         """For a scrape. An engine that has ended has no gauges; the rest is told all the same."""
@@ -290,6 +304,8 @@ class Runtime:
         for role in self._takers:
             yield Reading("crossfill_running_jobs", load[f"{role}_running"], (role,))
         yield Reading("crossfill_draining", load.get("draining", 0))
+        if self._own_pages is not None:
+            yield Reading("crossfill_own_page_server_up", int(self._page_keeper.up))
         worker = self._worker
         yield Reading("crossfill_replica_info", 1, (worker.name, worker.engine, worker.role, worker.model.name))
         try:
@@ -351,4 +367,5 @@ class Runtime:
             unwanted = self._registry.heartbeat(self._worker.name, self._stats(), self._load(), self._worker.lease_s)
         if unwanted or self._unwanted:
             self._heed(unwanted)
-        stream.heartbeat(self._client, self._signals.active(), self._settings.broker)
+        ours = [i for i in self._signals.active() if not ((seen := self._signals.seen(i)) and seen.page_server)]
+        stream.heartbeat(self._client, ours, self._settings.broker)  # the others' leases are the page keeper's

@@ -21,6 +21,7 @@ from pipeline.broker.connect import connect
 from pipeline.broker.embedded import EmbeddedServer
 from pipeline.broker.job import open_queue
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
@@ -70,7 +71,7 @@ def client(url: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def ledger(client: Redis, settings: Settings) -> Ledger:
-    return Ledger(client, client, BrokerClock(client), settings)
+    return Ledger(client, PageServers(client, settings.broker), BrokerClock(client), settings)
 
 
 @pytest.fixture

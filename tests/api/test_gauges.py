@@ -9,6 +9,7 @@ from redis import Redis
 
 from pipeline.api import gauges
 from pipeline.broker import keys, queue
+from pipeline.broker.address import Address
 from pipeline.broker.connect import connect
 from pipeline.broker.operator import Operator
 from pipeline.broker.queue import DECODE_JOB, JobSpec
@@ -48,6 +49,24 @@ def test_every_gauge(redis_client: Redis) -> None:
             Reading("crossfill_replicas", 2, ("mlx", "both", "serving")),
             Reading("crossfill_replicas", 1, ("mlx", "both", "draining")),
             *(Reading("crossfill_queued_jobs", count, (name,)) for name, count in queued.items()),
+        ]
+    )
+
+
+def test_page_servers_that_answer_and_that_do_not(redis_client: Redis, server_url: str) -> None:
+    registry, gone = Registry(redis_client), "redis://127.0.0.1:9/0"
+    registry.register(replace(D, pages=Address(server_url, 1000)), 60)
+    registry.register(replace(D, name="mlx-1", pages=Address(gone, 2000)), 60)
+    redis_client.set(keys.BUDGET_TOTAL, 77)
+    found = gauges.source(Operator(redis_client, SETTINGS), 1)()
+    assert sorted(reading for reading in found if "page_server" in reading.name) == sorted(
+        [
+            Reading("crossfill_page_server_up", 0, (gone,)),
+            Reading("crossfill_page_server_budget_bytes", 2000, (gone,)),
+            Reading("crossfill_page_server_up", 1, (server_url,)),
+            Reading("crossfill_page_server_budget_bytes", 1000, (server_url,)),
+            Reading("crossfill_page_server_in_flight_bytes", 77, (server_url,)),
+            Reading("crossfill_page_server_waiters", 0, (server_url,)),
         ]
     )
 

@@ -16,6 +16,7 @@ from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.job import open_queue, text
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import ROLES, Accept, Record
 from pipeline.broker.registry import Registry, Replica
@@ -41,7 +42,7 @@ class Scene:
     def __init__(self, client: Redis, **limits: int) -> None:
         self.client = client
         settings = Settings(handoff=HandoffSettings(**limits))
-        self.ledger = Ledger(client, client, BrokerClock(client), settings)
+        self.ledger = Ledger(client, PageServers(client, settings.broker), BrokerClock(client), settings)
         self.dispatch = Dispatch(client, self.ledger, Registry(client), settings)
         self.register("box-0", "vllm", "prefill")
         self.register("mac-0", "mlx", "decode")

@@ -16,6 +16,7 @@ from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
 from pipeline.broker.janitor import TURN_MS, Janitor
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Role, Snapshot
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
@@ -37,7 +38,7 @@ class Scene:
     def __init__(self, client: Redis, settings: Settings = SETTINGS) -> None:
         self.client = client
         self.clock = BrokerClock(client)
-        self.ledger = Ledger(client, client, self.clock, settings)
+        self.ledger = Ledger(client, PageServers(client, settings.broker), self.clock, settings)
         self.janitor = Janitor(client, client, self.ledger, Registry(client), self.clock, settings)
         self.registries: dict[str, Registry] = {}
         self.settings = settings
@@ -239,7 +240,7 @@ def test_a_worker_that_registers_and_enters_during_a_sweep_is_alive(scene: Scene
             return found
 
     handoff = scene.create(replica="d-1")
-    late = Late(scene.client, scene.client, scene.clock, scene.settings)
+    late = Late(scene.client, PageServers(scene.client, scene.settings.broker), scene.clock, scene.settings)
     assert replace(scene.janitor, ledger=late).sweep() == 0
     assert scene.seen(handoff).state is State.ADMITTED
 

@@ -14,6 +14,7 @@ from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.credit import Credit
 from pipeline.broker.ledger import Change, Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Record
 from pipeline.contract import Contract
 from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptError
@@ -27,7 +28,7 @@ ROUTE = {"prefill_engine": "reference", "prefill_queue": "prefill.reference.x", 
 
 @pytest.fixture
 def ledger(redis_client: Redis) -> Ledger:
-    return Ledger(redis_client, redis_client, BrokerClock(redis_client), Settings())
+    return Ledger(redis_client, PageServers(redis_client, Settings().broker), BrokerClock(redis_client), Settings())
 
 
 @pytest.fixture

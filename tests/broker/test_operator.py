@@ -12,6 +12,7 @@ from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, JobSpec
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
@@ -28,7 +29,7 @@ SETTINGS = Settings()
 
 @pytest.fixture
 def ledger(redis_client: Redis) -> Ledger:
-    return Ledger(redis_client, redis_client, BrokerClock(redis_client), SETTINGS)
+    return Ledger(redis_client, PageServers(redis_client, SETTINGS.broker), BrokerClock(redis_client), SETTINGS)
 
 
 @pytest.fixture

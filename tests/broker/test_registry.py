@@ -12,6 +12,7 @@ from redis import Redis
 
 from pipeline.broker import keys
 from pipeline.broker import registry as registries
+from pipeline.broker.address import Address
 from pipeline.broker.registry import Registry, Replica
 from pipeline.contract import Contract
 from pipeline.errors import ConfigError, StaleAttemptError
@@ -32,7 +33,9 @@ VLLM = Replica(
     stats={"running": 1, "free_pages": 7},
     load={"prefill_running": 0, "decode_running": 1},
 )
-MLX = replace(VLLM, name="mlx-0", engine="mlx", role="decode", stats={}, load={})
+MLX = replace(
+    VLLM, name="mlx-0", engine="mlx", role="decode", stats={}, load={}, pages=Address("redis://mac:6379/0", 1 << 28)
+)
 LONG_S = 60.0
 
 
@@ -43,15 +46,18 @@ def _let_expire(client: Redis, name: str) -> None:
 
 
 def test_encoding_keeps_everything() -> None:
-    assert registries.decode(registries.encode(VLLM), '{"a": 1}', '{"b": 2}') == replace(
-        VLLM, stats={"a": 1}, load={"b": 2}
-    )
+    for replica in (VLLM, MLX):
+        assert registries.decode(registries.encode(replica), '{"a": 1}', '{"b": 2}') == replace(
+            replica, stats={"a": 1}, load={"b": 2}
+        )
 
 
-def test_a_record_of_an_older_version_promises_no_features() -> None:
-    fields = json.loads(registries.encode(VLLM))
+def test_a_record_of_an_older_version_promises_no_features_and_no_page_server() -> None:
+    fields = json.loads(registries.encode(MLX))
     assert fields.pop("features") == ["logprobs", "n"]
-    assert registries.decode(json.dumps(fields), "{}", "{}").features == frozenset()
+    assert fields.pop("pages") == ["redis://mac:6379/0", 1 << 28]
+    found = registries.decode(json.dumps(fields), "{}", "{}")
+    assert (found.features, found.pages) == (frozenset(), None)
 
 
 def test_what_is_registered_is_listed_by_name(redis_client: Redis) -> None:

@@ -18,6 +18,7 @@ from pipeline.broker import keys
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect_blocking
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract
@@ -35,7 +36,7 @@ class Counting(Ledger):
     """Counts how often it is looked into."""
 
     def __init__(self, client: Redis) -> None:
-        super().__init__(client, client, BrokerClock(client), Settings())
+        super().__init__(client, PageServers(client, Settings().broker), BrokerClock(client), Settings())
         self.looks = 0
 
     def peek(self, handoff_id: str) -> Snapshot | None:

@@ -16,6 +16,7 @@ from pipeline.broker import keys, queue
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import Accept
 from pipeline.broker.registry import Registry, Replica
@@ -46,7 +47,7 @@ class Rig:
         self._capsys = capsys
         self.settings = Settings()
         self.registry = Registry(client)
-        self.ledger = Ledger(client, client, BrokerClock(client), self.settings)
+        self.ledger = Ledger(client, PageServers(client, self.settings.broker), BrokerClock(client), self.settings)
         self.ledger.own("api-1", 600)
 
     def register(self, *replicas: Replica) -> None:

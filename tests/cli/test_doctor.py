@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.connect import ServerInfo, margin_bytes
 from pipeline.broker.operator import Link
@@ -104,6 +105,35 @@ def test_no_decode_replica(rig: Rig) -> None:
     assert (status, _levels(found)) == (1, {"decode": "fail"})
     assert "no replica decodes; every request is answered with 503" in found["decode"]["found"]
     assert "--role decode" in found["decode"]["advice"]
+
+
+def test_page_servers(good: Rig) -> None:
+    """Two replicas on one that is well, one on one that is not there, one whose own does not answer it."""
+    well = Address(good.url, BUDGET)
+    good.register(replace(D, name="d-1", pages=well), replace(D, name="d-2", pages=well))
+    status, found = _checks(good)
+    assert (status, _levels(found)) == (0, {})
+    assert found["pages"]["found"] == f"page server {good.url} of d-1, d-2: 0.0 MiB of 256.0 MiB in flight"
+    good.register(replace(D, name="d-3", pages=Address("redis://127.0.0.1:9/0", BUDGET)))
+    status, found = _checks(good)
+    assert (status, _levels(found)) == (1, {"pages": "fail"})
+    assert "page server redis://127.0.0.1:9/0 is unreachable" in found["pages"]["found"]
+    assert found["pages"]["advice"].startswith("d-3 takes nothing new until it answers")
+
+
+def test_a_page_server_that_its_replica_does_not_reach(good: Rig) -> None:
+    lame = {"draining": 1, "page_server_down": 1}
+    good.register(replace(D, name="d-1", pages=Address(good.url, BUDGET), load=lame))
+    status, found = _checks(good)
+    assert (status, _levels(found)) == (1, {"pages": "fail"})
+    assert found["pages"]["found"] == f"page server {good.url}: d-1 cannot reach it"
+
+
+def test_a_page_server_that_is_too_small(good: Rig) -> None:
+    good.register(replace(D, name="d-1", pages=Address(good.url, 2 * BUDGET)))
+    status, found = _checks(good)
+    assert (status, _levels(found)) == (1, {"pages": "fail"})
+    assert "raise maxmemory or lower pages_budget_bytes" in found["pages"]["advice"]
 
 
 def test_unreachable_broker(rig: Rig) -> None:

@@ -63,6 +63,7 @@ def test_replicas(rig: Rig) -> None:
         ({"decode_running": 1}, "serving"),
         ({"decode_running": 1, "draining": 1}, "draining"),
         ({"decode_running": 0, "draining": 1}, "drained"),
+        ({"decode_running": 1, "draining": 1, "page_server_down": 1}, "no page server"),
     ],
 )
 def test_a_replicas_state(load: dict[str, int], state: str) -> None:

@@ -41,7 +41,7 @@ def _alerts() -> list[str]:
 
 def test_there_is_something_to_look_at() -> None:
     assert len(_panels()) > 20
-    assert len(_alerts()) == RULES.read_text().count("- alert:") == 6
+    assert len(_alerts()) == RULES.read_text().count("- alert:") == 7
 
 
 @pytest.mark.parametrize("query", [*_queries(), *_alerts()])
@@ -102,4 +102,4 @@ def test_the_scrape_configuration_and_the_alerts_are_valid(promtool: str) -> Non
     config = ROOT / "ops/prometheus/prometheus.yml"
     done = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "6 rules found" in done.stdout
+    assert "7 rules found" in done.stdout

@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pipeline.broker import channel, keys, stream
+from pipeline.broker.address import Address
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect, connect_blocking
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Role, Snapshot
 from pipeline.broker.registry import Registry
 from pipeline.broker.signals import Signals
@@ -35,6 +37,7 @@ from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeEngine
 
 PATIENCE_S = 20.0
 OWNER = "api-1"
+PAGES_PASSWORD = "geheim"  # of D's own page server, where a test gives it one
 ROUTE = Route("fake", f"prefill.fake.{CONTRACT.digest[:8]}", "d-0", "decode.d-0", "fake")
 LOCAL = Route(None, None, "d-0", "decode.d-0", "fake")
 LIMITS = HandoffSettings(queue_s=30, accept_s=30, progress_s=30)
@@ -45,26 +48,37 @@ FINISHED: Outcome = {"outcome": "finished", "tokens": 3}
 
 def settings(url: str, limits: HandoffSettings = LIMITS) -> Settings:
     """A budget of eight pages: one handoff may have two in flight."""
-    return Settings(broker=BrokerSettings(url=url, budget_bytes=8 * PAGE_BYTES), handoff=limits)
+    broker = BrokerSettings(url=url, budget_bytes=8 * PAGE_BYTES, pages_password=PAGES_PASSWORD)
+    return Settings(broker=broker, handoff=limits)
 
 
-def _services(url: str, worker: str, limits: HandoffSettings, stack: ExitStack) -> Services:
+def _services(
+    url: str, worker: str, limits: HandoffSettings, stack: ExitStack, address: Address | None = None
+) -> Services:
     """One worker process's, with connections of its own."""
     client, events = connect(url), connect_blocking(url)
     for one in (client, events):
         stack.callback(one.close)
     chosen, clock = settings(url, limits), BrokerClock(client)
-    ledger = Ledger(client, client, clock, chosen)
+    ledger = Ledger(client, PageServers(client, chosen.broker), clock, chosen)
+    stack.callback(ledger.pages.close)
     signals = Signals(events, ledger)
     signals.start()
     dispatch = Dispatch(client, ledger, Registry(client), chosen)
-    return Services(worker, CONTRACT, chosen, ledger, dispatch, signals, clock, client)
+    return Services(worker, CONTRACT, chosen, ledger, dispatch, signals, clock, ledger.pages, address)
 
 
 class Stand:
     """`p` and `d` are the engines. Workers reach the broker through `hop`, the test itself does not."""
 
-    def __init__(self, url: str, p_limits: HandoffSettings = LIMITS, d_limits: HandoffSettings = LIMITS) -> None:
+    def __init__(
+        self,
+        url: str,
+        p_limits: HandoffSettings = LIMITS,
+        d_limits: HandoffSettings = LIMITS,
+        address: Address | None = None,
+    ) -> None:
+        """`address`: of D's own page server."""
         self._stack = ExitStack()
         port = urlsplit(url).port
         assert port is not None
@@ -72,10 +86,13 @@ class Stand:
         self.client = connect(url)
         self._stack.callback(self.client.close)
         self.settings = settings(url, d_limits)
-        self.ledger = Ledger(self.client, self.client, BrokerClock(self.client), self.settings)
+        self.ledger = Ledger(
+            self.client, PageServers(self.client, self.settings.broker), BrokerClock(self.client), self.settings
+        )
+        self._stack.callback(self.ledger.pages.close)
         self.p, self.d = FakeEngine(), FakeEngine()
         self.p_services = _services(self.hop.url, "p-0@1", p_limits, self._stack)
-        self.d_services = _services(self.hop.url, "d-0@1", d_limits, self._stack)
+        self.d_services = _services(self.hop.url, "d-0@1", d_limits, self._stack, address)
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="job")
         self._jobs: list[Future[Outcome]] = []
         self._made: list[Request] = []

@@ -13,6 +13,7 @@ from pipeline.broker.connect import connect
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.job import text
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.engines.base import EngineStats
 from pipeline.handoff import State
@@ -51,6 +52,7 @@ class Scene:
         payload_ttl_s: float = 30.0,
         metrics_port: int = 0,
         grace_s: float = 30.0,
+        pages_url: str | None = None,
     ) -> None:
         self.url = url
         self.client = client
@@ -66,8 +68,9 @@ class Scene:
             lease_s=lease_s,
             metrics_port=metrics_port,
             grace_s=grace_s,
+            pages_url=pages_url,
         )
-        self.ledger = Ledger(client, client, BrokerClock(client), self.settings)
+        self.ledger = Ledger(client, PageServers(client, self.settings.broker), BrokerClock(client), self.settings)
         self.ledger.own("api", 600)
         self._own_client = connect(url)
         self._closed = False
