@@ -68,6 +68,7 @@ def _give_up(part: Part, error: CrossfillError, attempts: Attempts) -> None:
     services = part.services
     part.fields["recomputed"] = error.code
     services.ledger.mark(part.handoff_id, "decode", part.attempt, part.fields, publish="recompute")
+    part.watch.look()  # a capture goes by what was seen last, and a short answer is over before any notification
     nobody = replace(attempts, prefill=attempts.prefill + 1)
     with suppress(PageServerError):  # then nobody can write there either
         stream.raise_fence(services.pages.at(services.address), part.handoff_id, nobody, services.settings.broker)

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -412,3 +413,20 @@ def test_the_end_of_one_sample_is_not_the_end(stand: Stand) -> None:
     ]
     assert stand.state(request) is State.FINISHED
     quiet(stand, request)
+
+
+def test_that_d_recomputes_is_known_here_before_it_begins(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short answer may be over before any notification comes, and a capture goes by what was seen last."""
+    request, admit, known = stand.open(), stand.d.admit, list[str | None]()
+
+    def noted(asked: Request, *, local: bool = False, **rest: Any) -> FakeAdmission:
+        if local:
+            seen = stand.d_services.signals.seen(asked.handoff_id)
+            known.append(seen.recomputed if seen else None)
+        return admit(asked, local=local, **rest)
+
+    monkeypatch.setattr(stand.d, "admit", noted)
+    stand.p.set(bad_page=2)
+    _, job = stand.begin(request)
+    assert outcome(job) == FINISHED
+    assert known == ["peer_aborted"]
