@@ -25,6 +25,7 @@ from bench import ttft
 from ops.gpu import system
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
+from pipeline.broker.page_server import PageServers
 from pipeline.settings import Settings
 
 _LOOK_S = 0.001
@@ -65,8 +66,8 @@ def killed(running: system.System, options: argparse.Namespace) -> dict[str, Any
 
 
 def _await_pages(broker_url: str) -> None:
-    client = Redis.from_url(broker_url)
-    ledger = Ledger(client, client, BrokerClock(client), Settings())
+    client, settings = Redis.from_url(broker_url), Settings()
+    ledger = Ledger(client, PageServers(client, settings.broker), BrokerClock(client), settings)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if any("first_page_out" in trace["marks_ms"] for trace in ledger.traces(ledger.live())):
