@@ -136,7 +136,7 @@ def gpu(results: Results) -> Figure | None:
             alone = [row["prefill_alone_ms"] for row in here]
             axes.plot(tokens, alone, linestyle="--", linewidth=1, color=colour)
         axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
         axes.set_title(name, fontsize=8)
         axes.set_xlabel("prompt tokens", fontsize=8)
         axes.legend(fontsize=7, frameon=False)
@@ -147,7 +147,7 @@ def gpu(results: Results) -> Figure | None:
 def _gpu(results: Results) -> Iterator[tuple[str, list[Result]]]:
     for name, result in results.items():
         if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
-            yield name.removeprefix("gpu-ttft-"), result["rows"]
+            yield name.removeprefix("gpu-ttft-"), sorted(result["rows"], key=lambda row: row["prompt_tokens"])
 
 
 def _figure(columns: int, height: float) -> tuple[Figure, list[Axes]]:
