@@ -67,7 +67,7 @@ def _started(model: Path, workers: list[dict[str, Any]], directory: Path, broker
     settings = Settings.model_validate(
         {
             "api": {"model": model, "port": free_port()},
-            "broker": broker,
+            "broker": broker | {"handoff_ttl_s": PATIENCE_S + 60},
             "handoff": {"failure_policy": "fail", **{f"{what}_s": PATIENCE_S for what in DEADLINES}},
             "workers": workers,
         }

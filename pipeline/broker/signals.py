@@ -55,8 +55,8 @@ class Watch:
 
     @property
     def stopped(self) -> bool:
-        """The handoff is over because the API saw a stop string: a finish."""
-        return self._snapshot is not None and self._snapshot.state is State.FINISHED
+        """The handoff is over because the API saw a stop string: a finish, unless it is that of whoever replaced us."""
+        return self._snapshot is not None and self._snapshot.state is State.FINISHED and not self._stale
 
     @property
     def due(self) -> bool:

@@ -22,7 +22,7 @@ from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Snapshot
 from pipeline.broker.signals import Signals, Watch
 from pipeline.contract import Contract
-from pipeline.errors import DeadlineError, HandoffCancelledError
+from pipeline.errors import DeadlineError, HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
@@ -128,6 +128,16 @@ def test_what_counts_as_over(ledger: Counting, handoff: str, redis_client: Redis
         with pytest.raises(HandoffCancelledError):
             watch.check()
     else:
+        watch.check()
+
+
+def test_what_a_newer_attempt_finished_was_not_stopped(ledger: Counting, handoff: str, redis_client: Redis) -> None:
+    watch = Watch(ledger, handoff)
+    watch.belong("decode", 1)
+    _write(redis_client, handoff, state=State.FINISHED, decode_attempt=2)
+    watch.look()
+    assert watch.stopped is False
+    with pytest.raises(StaleAttemptError):
         watch.check()
 
 
