@@ -86,11 +86,9 @@ def test_a_request_that_can_never_fit_is_refused_at_once(engine: Engine) -> None
         engine.admit(request(prompt(7900), to=engine), timeout_s=PATIENCE_S)
 
 
+@pytest.mark.role("decode")
 def test_all_the_room_that_is_claimed_is_granted(engine: Engine) -> None:
-    """Routing sends what fits `kv_tokens`: prompt and answer, to the last token.
-
-    SGLang, which serves one role at a time and keeps tokens back for requests that decode, is not held to it yet.
-    """
+    """Routing sends what fits `kv_tokens`: prompt and answer, to the last token."""
     context = engine.contract.context_length
     tokens = min(engine.capabilities.kv_tokens or context, context)
     order = request(prompt(tokens - 10), Sampling(max_tokens=10, temperature=0.0), to=engine)

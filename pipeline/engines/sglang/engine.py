@@ -40,9 +40,10 @@ if importlib.util.find_spec("sglang") is None:
 
 # SGLang keeps a few tokens of its context window for itself; we let it have these and keep to ours.
 _MARGIN_TOKENS = 8
-_GRACE_TOKENS = (
-    64  # how long the first of several samples may run on, so that its pages stay until the others have them
-)
+# num_reserved_decode_tokens' default: as D SGLang gives a prompt room only where so many tokens stay free beside it.
+_RESERVED_TOKENS = 512
+# How long the first of several samples may run on, so that its pages stay until the others have them.
+_GRACE_TOKENS = 64
 _LOOK_AHEAD_TOKENS = 4096  # SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION's default
 _ATTACH_S = 10.0  # the plug-in says hello before SGLang says that it is ready
 _IDLE_S = 5.0  # how long SGLang may take to notice that nothing runs any more
@@ -109,7 +110,7 @@ class SglangEngine:
             can_prefill=not decodes,
             needs_first_token=decodes,
             max_running=self._settings.max_running,
-            kv_tokens=self._pages * PAGE_TOKENS - _MARGIN_TOKENS,
+            kv_tokens=max(1, self._pages * PAGE_TOKENS - (_RESERVED_TOKENS if decodes else _MARGIN_TOKENS)),
             features=SUPPORTED[f"sglang {self._role}"],
         )
 
