@@ -134,7 +134,7 @@ def test_what_counts_as_over(ledger: Counting, handoff: str, redis_client: Redis
 def test_what_a_newer_attempt_finished_was_not_stopped(ledger: Counting, handoff: str, redis_client: Redis) -> None:
     watch = Watch(ledger, handoff)
     watch.belong("decode", 1)
-    _write(redis_client, handoff, state=State.FINISHED, decode_attempt=2)
+    _write(redis_client, handoff, state=State.FINISHED, decode_attempt="2")
     watch.look()
     assert watch.stopped is False
     with pytest.raises(StaleAttemptError):
