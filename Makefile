@@ -38,7 +38,7 @@ test: env env-vllm env-sglang models ## every test, in all environments; one clo
 	@$(VENV)/python ops/suite.py $(ARGS)
 
 pairs: env env-vllm env-sglang models ## every ordered pair of engines on three checkpoint families (long)
-	@CROSSFILL_PAIRS=all CROSSFILL_REQUIRE_ENGINES=mlx,vllm,sglang OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/pairs $(ARGS)
+	@CROSSFILL_PAIRS=all CROSSFILL_REQUIRE_ENGINES=mlx,vllm,sglang OMP_NUM_THREADS=1 $(VENV)/python -m pytest tests/pairs --timeout 1200 $(ARGS)
 
 check: env ## formatting, lint, types, layers, generated pages
 	$(VENV)/ruff format --check .
