@@ -54,12 +54,20 @@ class Oracle:
         """`(vocab,)` after the whole prompt."""
         return split_prefill(self.model, token_ids, 0)[1]
 
-    def sure_prompt(self, tokens: int, count: int = 8, *, shared: Sequence[int] = ()) -> tuple[int, ...]:
-        """A prompt, beginning with `shared`, whose first `count` greedy tokens all lead by more than EPSILON."""
+    def sure_prompt(
+        self,
+        tokens: int,
+        count: int = 8,
+        *,
+        shared: Sequence[int] = (),
+        suits: Callable[[tuple[int, ...], tuple[int, ...]], bool] = lambda ids, said: True,
+    ) -> tuple[int, ...]:
+        """A prompt, beginning with `shared`, whose first `count` greedy tokens all lead by more than EPSILON, and which
+        `suits` together with these."""
         for seed in range(1000, 1400):
             ids = (*shared, *prompt(tokens - len(shared), seed))
             run = self.text(ids, count)
-            if min(run.margins) > EPSILON and len(set(run.tokens)) > count // 2:
+            if min(run.margins) > EPSILON and len(set(run.tokens)) > count // 2 and suits(ids, tuple(run.tokens)):
                 return ids
         raise AssertionError(f"no prompt of {tokens} tokens has {count} sure tokens")
 

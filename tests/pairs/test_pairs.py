@@ -43,7 +43,13 @@ def asked(model: Path) -> dict[int, Asked]:
     """By length: a prompt and what must be said behind it."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     oracle = Oracle(Model.load(model))
-    prompts = {length: oracle.sure_prompt(length, TOKENS) for length in LENGTHS}
+
+    def ends_between_characters(ids: tuple[int, ...], said: tuple[int, ...]) -> bool:
+        """Else a character that prompt and answer share would be part of neither, or of both."""
+        parts = [tokenizer.decode(ids), tokenizer.decode(said)]
+        return "\ufffd" not in (parts[0][-1:], parts[1][:1], parts[1][-1:])
+
+    prompts = {length: oracle.sure_prompt(length, TOKENS, suits=ends_between_characters) for length in LENGTHS}
     return {n: Asked(list(ids), tokenizer.decode(oracle.text(ids, TOKENS).tokens)) for n, ids in prompts.items()}
 
 
