@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.api.delta import overlap
+
 
 class StopMatcher:
     """Feed text pieces in order; a stop may span any number of them. `include` keeps the stop in the text."""
@@ -25,7 +27,7 @@ class StopMatcher:
             at, self.matched = found
             self._held = ""
             return text[: at + len(self.matched) if self._include else at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -42,8 +44,3 @@ class StopMatcher:
             return None
         at, _, stop = min(found)
         return at, stop
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -21,9 +21,10 @@ from pipeline.broker.channel import ErrorInfo
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
 from pipeline.broker.dispatch import Dispatch
-from pipeline.broker.ledger import Fields, Ledger
+from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import LOST, ROLES, Role, Snapshot
 from pipeline.broker.registry import Registry
+from pipeline.broker.transition import Fields
 from pipeline.errors import CrossfillError, DeadlineError, NoReplicaError, QuarantinedError, WorkerLostError
 from pipeline.handoff import TERMINAL, State
 from pipeline.settings import Settings

@@ -19,7 +19,7 @@ from redis.exceptions import WatchError
 
 from pipeline import contract as contracts
 from pipeline import request as requests
-from pipeline.broker import channel, keys
+from pipeline.broker import channel, keys, transition
 from pipeline.broker import record as records
 from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo, TokenEntry
@@ -28,13 +28,13 @@ from pipeline.broker.connect import translate
 from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Record, Role, Snapshot
 from pipeline.broker.scripts import Scripts
+from pipeline.broker.transition import Fields
 from pipeline.contract import Contract
-from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptError
-from pipeline.handoff import TERMINAL, Event, IllegalTransitionError, State, after, can, sources
+from pipeline.errors import BrokerError, HandoffCancelledError
+from pipeline.handoff import TERMINAL, Event, State, after, can
 from pipeline.request import Request
 from pipeline.settings import Settings
 
-Fields = Mapping[str, str | int | float]
 RECENT_KEPT = 256  # traces of ended handoffs
 _TOMBSTONE_MS = 30_000  # how long an ended record waits for an API that died
 _REFUSALS = {b"gone": "gone", b"taken": "begun by another worker", b"moved": "with another replica by now"}
@@ -148,7 +148,7 @@ class Ledger:
     def cancel(self, handoff_id: str, reason: str) -> State | None:
         """Ask for the end. Returns the state that followed, the winner's if it had ended, None if unknown."""
         status, state, idle = self._leave(
-            handoff_id, "", 0, transitions=_table(Event.CANCEL), publish="cancel", fields={"reason": reason}
+            handoff_id, "", 0, transitions=transition.table(Event.CANCEL), publish="cancel", fields={"reason": reason}
         )
         if status == "ok" and idle and state in TERMINAL:
             self.release(handoff_id)
@@ -156,7 +156,7 @@ class Ledger:
 
     def stop(self, handoff_id: str, tokens: int) -> bool:
         """The API saw a stop string after `tokens` tokens: finished, later log entries do not count."""
-        finish = _table(Event.FINISH)
+        finish = transition.table(Event.FINISH)
         return self._run_advance(handoff_id, None, 0, finish, "stop", {"stop_tokens": tokens})[0] == "ok"
 
     def forget(self, handoff_id: str) -> None:
@@ -240,7 +240,14 @@ class Ledger:
         """
         names = keys.HandoffKeys(handoff_id)
         replica = worker.rpartition("@")[0] if role == "decode" else ""
-        args = [role, worker, _table(Event.START), self._clock.now_ms(), token or secrets.token_hex(8), replica]
+        args = [
+            role,
+            worker,
+            transition.table(Event.START),
+            self._clock.now_ms(),
+            token or secrets.token_hex(8),
+            replica,
+        ]
         with translate():
             status, *rest = self._scripts.run("enter", [names.record, names.events], args)
         if status != b"ok":
@@ -253,8 +260,8 @@ class Ledger:
         self, handoff_id: str, role: Role, attempt: int, event: Event, fields: Fields | None = None, publish: str = ""
     ) -> State:
         """One transition. Raises StaleAttemptError, HandoffCancelledError (it has ended or is ending)."""
-        status, state = self._run_advance(handoff_id, role, attempt, _table(event), publish, fields or {})
-        _require(handoff_id, status, state, event)
+        status, state = self._run_advance(handoff_id, role, attempt, transition.table(event), publish, fields or {})
+        transition.require(handoff_id, status, state, event)
         assert state is not None
         return state
 
@@ -264,7 +271,7 @@ class Ledger:
         Raises StaleAttemptError, HandoffCancelledError.
         """
         status, state = self._run_advance(handoff_id, "decode", attempt, "", "", {"page_server": str(address)})
-        _require(handoff_id, status, state, Event.ACCEPT)
+        transition.require(handoff_id, status, state, Event.ACCEPT)
 
     def accept(self, handoff_id: str, accept: Accept, fields: Fields) -> None:
         """D has room: tell P which pages are wanted. Errors as `advance`."""
@@ -282,7 +289,7 @@ class Ledger:
         """
         event = Event.FINISH if entry.last else Event.EMIT
         status, state = self._emit(handoff_id, str(attempt), entry, event, "", fields or {})
-        _require(handoff_id, status, state, event)
+        transition.require(handoff_id, status, state, event)
         assert state is not None
         return state
 
@@ -332,9 +339,9 @@ class Ledger:
         self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields
     ) -> tuple[str, State | None]:
         names = keys.HandoffKeys(handoff_id)
-        args = [role or "", attempt, table, publish, *_flat(fields)]
+        args = [role or "", attempt, table, publish, *transition.flat(fields)]
         with translate():
-            return _answer(self._scripts.run("advance", [names.record, names.events], args))
+            return transition.answer(self._scripts.run("advance", [names.record, names.events], args))
 
     def _emit(
         self, handoff_id: str, attempt: str, entry: TokenEntry, event: Event, publish: str, fields: Fields
@@ -346,13 +353,15 @@ class Ledger:
             seq,
             len(entry.token_ids),
             entry.encode(),
-            _table(event),
+            transition.table(event),
             self._ttl_ms,
             publish or ("ended" if entry.finish else ""),
-            *_flat(fields),
+            *transition.flat(fields),
         ]
         with translate():
-            return _answer(self._scripts.run("emit", [names.record, names.tokens, names.notify, names.events], args))
+            return transition.answer(
+                self._scripts.run("emit", [names.record, names.tokens, names.notify, names.events], args)
+            )
 
     def _leave(
         self,
@@ -372,38 +381,16 @@ class Ledger:
             error,
             transitions,
             publish,
-            _table(Event.RELEASE),
+            transition.table(Event.RELEASE),
             _CANCELLED.encode(),
             self._ttl_ms,
-            *_flat(fields),
+            *transition.flat(fields),
         ]
         with translate():
             answer = self._scripts.run("leave", [names.record, names.tokens, names.notify, names.events], args)
-        return (*_answer(answer[:2]), bool(answer[2]))
+        return (*transition.answer(answer[:2]), bool(answer[2]))
 
 
 _CANCELLED = TokenEntry(
     seq=0, token_ids=(), error=ErrorInfo("cancelled", "the request was cancelled", retryable=False, http_status=499)
 )
-
-
-def _table(event: Event) -> str:
-    return ",".join(f"{a}:{b}" for a, b in sources(event).items())
-
-
-def _flat(fields: Fields) -> list[str | int | float]:
-    return [item for pair in fields.items() for item in pair]
-
-
-def _answer(raw: list[bytes]) -> tuple[str, State | None]:
-    return raw[0].decode(), State(raw[1].decode()) if raw[1] else None
-
-
-def _require(handoff_id: str, status: str, state: State | None, event: Event) -> None:
-    if status == "ok":
-        return
-    if status == "stale":
-        raise StaleAttemptError(f"handoff {handoff_id} is in the hands of a newer attempt")
-    if state is None or state in TERMINAL or state in (State.CANCELLING, State.DRAINING):
-        raise HandoffCancelledError(f"handoff {handoff_id} is {state or 'gone'}")
-    raise IllegalTransitionError(state, event)
