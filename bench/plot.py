@@ -52,33 +52,25 @@ def stream(results: Results) -> Figure | None:
 def codec(results: Results) -> Figure | None:
     if "codec" not in results:
         return None
-    rows = results["codec"]["crossed"]
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    figure, all_axes = _figure(len(links), height=2.6)
-    for axes, link in zip(all_axes, links, strict=True):
-        here = [row for row in rows if row["link"] == link]
+    figure, parts = _parted(results["codec"]["crossed"], "link", height=2.6)
+    for axes, here in parts:
         colours = [GREY, *(BLUE for _ in here[1:-1]), ORANGE]
         axes.bar([row["codec"].replace(" ", "\n") for row in here], [row["mb_per_s"] for row in here], color=colours)
-        axes.set_title(link, fontsize=9)
-    all_axes[0].set_ylabel("MB/s of unpacked KV")
+    parts[0][0].set_ylabel("MB/s of unpacked KV")
     return figure
 
 
 def links(results: Results) -> Figure | None:
     if "links" not in results:
         return None
-    rows = results["links"]["rows"]
-    names = list(dict.fromkeys(row["link"] for row in rows))
-    figure, all_axes = _figure(len(names), height=3.2)
-    for axes, name in zip(all_axes, names, strict=True):
-        here = [row for row in rows if row["link"] == name]
+    figure, parts = _parted(results["links"]["rows"], "link", height=3.2)
+    for axes, here in parts:
         labels = [f"{row['prompt_tokens']} {row['route']}\n{row['case']}" for row in here]
         places = range(len(here))
         axes.barh(places, [row["ttft_ms"] / row["target_ms"] for row in here], color=BLUE)
         axes.axvline(1, color=RED, linewidth=1, linestyle="--")
         axes.set_yticks(places, labels, fontsize=7)
         axes.invert_yaxis()
-        axes.set_title(name, fontsize=9)
         axes.set_xlabel("TTFT / its bound", fontsize=8)
     return figure
 
@@ -106,19 +98,15 @@ def load(results: Results) -> Figure | None:
 def turns(results: Results) -> Figure | None:
     if "turns" not in results:
         return None
-    rows = results["turns"]["rows"]
-    routes = list(dict.fromkeys(row["route"] for row in rows))
-    figure, all_axes = _figure(len(routes), height=2.8)
-    for axes, route in zip(all_axes, routes, strict=True):
-        here = [row for row in rows if row["route"] == route]
+    figure, parts = _parted(results["turns"]["rows"], "route", height=2.8)
+    for axes, here in parts:
         at = [row["turn"] for row in here]
         axes.plot(at, [row["ttft_ms"] for row in here], marker="o", color=BLUE, label="handoff")
         axes.plot(at, [row["prefill_alone_ms"] for row in here], marker="o", color=GREY, label="prefill engine alone")
-        axes.set_title(route, fontsize=9)
         axes.set_xlabel("turn")
         axes.set_ylim(bottom=0)
-    all_axes[0].set_ylabel("TTFT, ms")
-    all_axes[0].legend(fontsize=7, frameon=False)
+    parts[0][0].set_ylabel("TTFT, ms")
+    parts[0][0].legend(fontsize=7, frameon=False)
     return figure
 
 
@@ -148,6 +136,17 @@ def _gpu(results: Results) -> Iterator[tuple[str, list[Result]]]:
     for name, result in results.items():
         if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
             yield name.removeprefix("gpu-ttft-"), sorted(result["rows"], key=lambda row: row["prompt_tokens"])
+
+
+def _parted(rows: list[Result], by: str, height: float) -> tuple[Figure, list[tuple[Axes, list[Result]]]]:
+    """A picture for each value of the field `by`, under that name, and the rows that belong into it."""
+    names = list(dict.fromkeys(row[by] for row in rows))
+    figure, all_axes = _figure(len(names), height)
+    for axes, name in zip(all_axes, names, strict=True):
+        axes.set_title(name, fontsize=9)
+    return figure, [
+        (axes, [row for row in rows if row[by] == name]) for axes, name in zip(all_axes, names, strict=True)
+    ]
 
 
 def _figure(columns: int, height: float) -> tuple[Figure, list[Axes]]:
