@@ -56,6 +56,21 @@ def _begin(
     return question, call, rig.handoff()
 
 
+def _end_engine(rig: Rig, route: str, role: str) -> tuple[Question, Call, str]:
+    """A handoff whose pages move when only the engine of its P or D ends, and the name of that worker."""
+    question, call, handoff = _begin(rig, route, slow="prefill")
+    rig.await_record(handoff, lambda found: found.get("state") == "streaming")
+    name = rig.worker_of(handoff, role)
+    os.kill(rig.crew.child(name).pid, signal.SIGUSR1)
+    return question, call, name
+
+
+def _gone(rig: Rig, name: str) -> None:
+    """The process of a worker has ended by itself, and says that something was wrong."""
+    assert rig.crew.child(name).join(60)
+    assert rig.crew.child(name).status == 1
+
+
 def _right(question: Question, outcome: Outcome) -> None:
     assert (outcome.code, outcome.finish, outcome.text) == (None, "length", question.text(TOKENS)), outcome
 
@@ -146,17 +161,13 @@ def test_d_stops_in_the_middle_of_its_text_and_wakes(hurt: Rig, route: str) -> N
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_only_ds_engine_ends_and_its_process_lives(hurt: Rig, route: str) -> None:
-    question, call, handoff = _begin(hurt, route, slow="prefill")
-    hurt.await_record(handoff, lambda found: found.get("state") == "streaming")
-    name = hurt.worker_of(handoff, "decode")
-    os.kill(hurt.crew.child(name).pid, signal.SIGUSR1)
+    question, call, name = _end_engine(hurt, route, "decode")
     outcome = call.result()
     _right(question, outcome)
     assert _attempts(outcome, "decode") == 2
     assert outcome.trace
     assert outcome.trace["lost_workers"] == 1
-    assert hurt.crew.child(name).join(60)
-    assert hurt.crew.child(name).status == 1
+    _gone(hurt, name)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -172,14 +183,10 @@ def test_d_is_killed_in_the_middle_of_its_text(hurt: Rig, route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_only_ps_engine_ends_and_its_process_lives(hurt: Rig, route: str) -> None:
-    question, call, handoff = _begin(hurt, route, slow="prefill")
-    hurt.await_record(handoff, lambda found: found.get("state") == "streaming")
-    name = hurt.worker_of(handoff, "prefill")
-    os.kill(hurt.crew.child(name).pid, signal.SIGUSR1)
+    question, call, name = _end_engine(hurt, route, "prefill")
     _right(question, hurt.ask(question, TOKENS, route=route).result())  # the next step of an engine that idles
     _right(question, call.result())
-    assert hurt.crew.child(name).join(60)
-    assert hurt.crew.child(name).status == 1
+    _gone(hurt, name)
 
 
 @pytest.mark.parametrize("route", ROUTES)

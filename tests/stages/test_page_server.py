@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,22 @@ from pipeline.broker.embedded import EmbeddedServer
 from pipeline.broker.registry import Registry, Replica
 from pipeline.errors import HandoffCancelledError, PageServerError, StaleAttemptError
 from pipeline.handoff import Attempts, State
+from pipeline.request import Request
 from pipeline.settings import MIB
 from tests.ports import free_port
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeAdmission, pages, text
-from tests.stages.stand import FINISHED, LIMITS, PAGES_PASSWORD, Stand, eventually, failure, outcome, quiet, same
+from tests.stages.stand import (
+    FINISHED,
+    LIMITS,
+    PAGES_PASSWORD,
+    Outcome,
+    Stand,
+    eventually,
+    failure,
+    outcome,
+    quiet,
+    same,
+)
 
 pytestmark = pytest.mark.parametrize("server_url", ["valkey"], indirect=True)
 FAIL = LIMITS.model_copy(update={"failure_policy": "fail"})
@@ -66,6 +79,17 @@ def strict(server_url: str, redis_client: Redis, beside: Beside) -> Iterator[Sta
     """Policy `fail`."""
     with Stand(server_url, FAIL, FAIL, address=beside.address) as found:
         yield found
+
+
+def _killed_in_the_midst(stand: Stand, beside: Beside) -> tuple[Request, Future[Outcome]]:
+    """A handoff, and D's job of it, whose page server dies when one page is in."""
+    request = stand.open()
+    stand.d.set(imports=1)
+    _, job = stand.begin(request)
+    stand.await_state(request, State.STREAMING)
+    beside.kill()
+    stand.d.set(imports=1 << 30)
+    return request, job
 
 
 def _local(stand: Stand) -> list[bool]:
@@ -127,12 +151,7 @@ def test_its_own_budget_holds(stand: Stand, beside: Beside) -> None:
 
 
 def test_killed_in_the_midst_d_computes_the_prompt_itself(stand: Stand, beside: Beside) -> None:
-    request = stand.open()
-    stand.d.set(imports=1)
-    _, job = stand.begin(request)
-    stand.await_state(request, State.STREAMING)
-    beside.kill()
-    stand.d.set(imports=1 << 30)
+    request, job = _killed_in_the_midst(stand, beside)
     assert outcome(job) == FINISHED
     assert stand.said(request) == list(text(request))
     assert stand.seen(request).recomputed == "page_server_unavailable"
@@ -142,12 +161,7 @@ def test_killed_in_the_midst_d_computes_the_prompt_itself(stand: Stand, beside: 
 
 def test_killed_in_the_midst_under_policy_fail(strict: Stand, beside: Beside) -> None:
     """Clear, retryable, and it names the server."""
-    request = strict.open()
-    strict.d.set(imports=1)
-    _, job = strict.begin(request)
-    strict.await_state(request, State.STREAMING)
-    beside.kill()
-    strict.d.set(imports=1 << 30)
+    request, job = _killed_in_the_midst(strict, beside)
     error = failure(job)
     assert isinstance(error, PageServerError)
     assert beside.url in str(error)
