@@ -24,6 +24,8 @@ AUTO = "auto"
 _FAST = 400e6  # bytes per second: no packing of ours keeps up with such a link
 _WORTH = 1.08
 _LEEWAY = 0.7
+_TRIAL = 4  # times packed pages arrived before that is held against the raw ones
+_KEPT = 0.75
 
 
 class Codec(Protocol):
@@ -153,6 +155,7 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), Lz4(), Zstd(), Int8())}
+_PACKER: Codec = CODECS["zstd"]  # of `auto`
 _BY_ID: dict[int, Codec] = {codec.id: codec for codec in CODECS.values()}
 
 
@@ -176,10 +179,14 @@ def understood(ours: str) -> tuple[str, ...]:
 
 
 class Choice:
-    """Which codec the next page gets. `auto`: `raw`, unless a page shows that `zstd` makes the transfer quicker.
+    """Packs pages. `auto`: `raw`, unless pages show that `zstd` makes the transfer quicker.
 
-    Packing runs beside sending, so a packed transfer goes as fast as the slower of the two: it is chosen where
-    min(0.7 * packing rate, ratio * link rate) >= 1.08 * link rate, all three measured on this very transfer.
+    Packing, sending and unpacking run beside each other, so a packed transfer goes as fast as the slowest of them: it
+    is chosen where min(0.7 * packing rate, 0.7 * unpacking rate, ratio * link rate) >= 1.08 * link rate. All of it is
+    measured on this very transfer, packing on every page, since cores that were idle at first may be busy now.
+    Unpacking is measured here, on the first page; the peer's cores may be busier, and that is felt: a reader that lags
+    gives credit back late. So what arrives is measured too, and once packed pages arrive more slowly than the raw ones
+    before them, the rest of the transfer is raw.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -187,24 +194,76 @@ class Choice:
         self._fixed = named("raw" if self._auto else name)
         self._clock = clock
         self._link_rate: float | None = None  # bytes per second
-        self._sample: tuple[float, float] | None = None  # ratio and packing rate of one page
+        self._packing: _Rate | None = None  # of pages; none was packed so far
+        self._unpacking_rate = 0.0
+        self._ratio = 1.0
+        self._raw_arrival, self._packed_arrival = _Rate(), _Rate()
 
-    def observe(self, sent_bytes: int, seconds: float) -> None:
-        """So many bytes were on the server after so long. The fastest seen counts: load on us is not the link's."""
+    def observe(self, page_bytes: int, sent_bytes: int, seconds: float) -> None:
+        """Pages of `page_bytes` were on the server, as `sent_bytes`, so long after they could have gone; waiting for
+        credit counts. The fastest seen is the link's rate: load on us is not the link's."""
         self._link_rate = max(self._link_rate or 0.0, sent_bytes / max(seconds, 1e-9))
+        (self._packed_arrival if sent_bytes < page_bytes else self._raw_arrival).add(page_bytes, seconds)
 
-    def codec(self, data: memoryview, head_dim: int) -> Codec:
-        """For the page `data`. The first page whose link is known and not fast is packed once to see what it gives."""
-        if not self._auto or self._link_rate is None or self._link_rate > _FAST:
-            return self._fixed
-        candidate = CODECS["zstd"]
-        if self._sample is None:
-            begin = self._clock()
-            packed = candidate.encode(data, head_dim)
-            self._sample = len(data) / len(packed), len(data) / max(self._clock() - begin, 1e-9)
-        ratio, packing_rate = self._sample
-        packed_rate = min(_LEEWAY * packing_rate, ratio * self._link_rate)
-        return candidate if packed_rate >= _WORTH * self._link_rate else self._fixed
+    def pack(self, data: memoryview, head_dim: int) -> tuple[Codec, Buffer]:
+        """The codec that the page `data` got, and its payload. One that did not shrink goes out raw: the credit
+        reserved for the raw size always suffices."""
+        if not self._auto:
+            return _shrunk(self._fixed, self._fixed.encode(data, head_dim), data)
+        if self._link_rate is None or self._link_rate > _FAST:
+            return self._fixed, data
+        first = self._measured(data, head_dim) if self._packing is None else None
+        if not self._worth():
+            return self._fixed, data
+        return _shrunk(_PACKER, first or self._timed(data, head_dim), data)
+
+    def _measured(self, data: memoryview, head_dim: int) -> Buffer:
+        """Pack a page, and unpack it, for what that gives and takes."""
+        payload = self._timed(data, head_dim)
+        begin = self._clock()
+        _PACKER.decode(payload, len(data), head_dim)
+        self._unpacking_rate = len(data) / max(self._clock() - begin, 1e-9)
+        self._ratio = len(data) / len(payload)
+        return payload
+
+    def _timed(self, data: memoryview, head_dim: int) -> Buffer:
+        begin = self._clock()
+        payload = _PACKER.encode(data, head_dim)
+        self._packing = self._packing or _Rate()
+        self._packing.add(len(data), self._clock() - begin)
+        return payload
+
+    def _worth(self) -> bool:
+        assert self._packing is not None
+        assert self._link_rate is not None
+        if self._packed_arrival.times >= _TRIAL:
+            lag = self._raw_arrival.bytes_per_s / self._packed_arrival.bytes_per_s
+            if lag > _WORTH:  # by less two rates differ anyway
+                return False
+        working = _LEEWAY * min(self._packing.bytes_per_s, self._unpacking_rate)
+        return min(working, self._ratio * self._link_rate) >= _WORTH * self._link_rate
+
+
+class _Rate:
+    """Bytes per second, of late: what is four measurements old counts a third."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        self.times += 1
+        self._bytes = _KEPT * self._bytes + count
+        self._seconds = _KEPT * self._seconds + seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes / max(self._seconds, 1e-9)
+
+
+def _shrunk(codec: Codec, payload: Buffer, data: memoryview) -> tuple[Codec, Buffer]:
+    return (codec, payload) if len(payload) < len(data) else (CODECS["raw"], data)
 
 
 def spoken(ours: str, theirs: Iterable[str]) -> str:

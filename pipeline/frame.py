@@ -20,7 +20,7 @@ import xxhash
 
 from pipeline import codec as codecs
 from pipeline import logprob
-from pipeline.codec import Buffer, Codec
+from pipeline.codec import Buffer
 from pipeline.errors import EngineError, FrameError, PeerError
 from pipeline.handoff import Attempts
 from pipeline.header import MAX_BODY_BYTES, Header, Kind, decode, encode, require, require_identity
@@ -117,7 +117,7 @@ class FrameWriter:
             raise EngineError(f"page {page.index} of {len(self._keys)} is out of order: {expected} comes next")
         key = self._keys[page.index]
         raw = page.data.reshape(-1).view(np.uint8).data
-        chosen, payload = _pack(self.choice.codec(raw, self.shape.head_dim), raw, self.shape.head_dim)
+        chosen, payload = self.choice.pack(raw, self.shape.head_dim)
         # of what the reader gets: a lossy codec changes the page here, once, and not on the way
         arrives = chosen.decode(payload, len(raw), self.shape.head_dim) if chosen.lossy else raw
         digest = page_digest(key, page.tokens, arrives)
@@ -344,14 +344,6 @@ def _fault(found: Page) -> str | None:
     if found.data[:, :, :, found.tokens :].any():
         return "padding behind the last token is not zero"
     return None
-
-
-def _pack(wanted: Codec, raw: memoryview, head_dim: int) -> tuple[Codec, Buffer]:
-    """A payload that did not shrink goes out raw: the credit reserved for the raw size always suffices."""
-    payload = wanted.encode(raw, head_dim)
-    if len(payload) < len(raw):
-        return wanted, payload
-    return codecs.CODECS["raw"], raw
 
 
 def _cut(body: bytes, code: str) -> bytes:

@@ -152,6 +152,7 @@ class _Sender:
         self._patience_s = patience_s
         self._check = check
         self._granted: set[int] = set()  # sequences that hold credit and are not sent
+        self._waiting_since_s: float | None = None  # pages could go: for credit, or because they are being sent
         self._impatient_at: float | None = None  # a full server has been asked in vain since some time before
 
     def run(self) -> None:
@@ -169,10 +170,10 @@ class _Sender:
         """One round: what has credit goes, credit for the rest is asked for."""
         ready = list(self._ready(frames))
         wanted = [frame.sequence for frame in frames[len(ready) :] if frame.payload]
-        begin = time.monotonic()
+        if self._waiting_since_s is None and any(frame.payload for frame in frames):
+            self._waiting_since_s = time.monotonic()
         sent, grant = self._credit.exchange(ready, wanted, self._size)
-        if moved := sum(len(frame.payload) for frame in ready[: sent.number]):
-            self._choice.observe(moved, time.monotonic() - begin)
+        self._observe([len(frame.payload) for frame in ready[: sent.number] if frame.payload])
         self._granted.update(wanted[: grant.number])
         self._settle(ready[: sent.number])
         if sent.why is not None:
@@ -181,6 +182,12 @@ class _Sender:
             self._credit.await_wake(SLICE_S)
         elif isinstance(grant.why, Exception):
             self._be_patient(grant.why)
+
+    def _observe(self, sizes: Sequence[int]) -> None:
+        """Payloads of these sizes are on the server."""
+        if sizes and self._waiting_since_s is not None:
+            self._choice.observe(len(sizes) * self._size, sum(sizes), time.monotonic() - self._waiting_since_s)
+            self._waiting_since_s = None
 
     def _next(self) -> list[Outgoing]:
         """Everything that waits, as soon as anything does; nothing when it is over."""
