@@ -10,7 +10,7 @@ Times are milliseconds. Must not know brokers or clocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from pipeline.page import PAGE_TOKENS
 DECAY = 0.8  # weight of what was known against one new observation: the last dozen count
 NEAR = 4.0  # a length is known when one within this factor was seen
 RETRY_EVERY = 50  # decisions after which a way that lost is tried once more: replicas and links change
+GONE_KEPT = 64  # decode replicas that are gone and yet remembered, should they come back
 RETRY_WITHIN = 2.0  # but not where it was expected to take longer than this many times the best
 _SMOOTH = 0.3
 
@@ -109,6 +110,17 @@ class CostModel:
         self._exposed.setdefault(outcome.way, Curve()).observe(outcome.moved_bytes, outcome.exposed_ms)
         usual = self._service.get(who, outcome.prefill_ms)
         self._service[who] = usual + _SMOOTH * (outcome.prefill_ms - usual)
+
+    def forget(self, alive: Collection[str]) -> None:
+        """Decode replicas come and go under ever new names: of those that are not `alive` the newest stay known."""
+        names = dict.fromkeys(way.decode for way in (*self._exposed, *self._since))
+        gone = set([name for name in names if name not in alive][:-GONE_KEPT])
+        for ways in (self._exposed, self._since):
+            for way in [way for way in ways if way.decode in gone]:
+                del ways[way]
+        for name in gone:
+            self._prefill.pop(f"@{name}", None)
+            self._service.pop(f"@{name}", None)
 
     def estimate(self, way: Way, tokens: int, held_tokens: int, token_bytes: int, ahead: float) -> Estimate:
         """`held_tokens` of the prompt are on the decode replica; `ahead` prompts per replica wait or run before it."""

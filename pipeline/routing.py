@@ -348,6 +348,11 @@ def prefill_queue(engine: str, contract_digest: str) -> str:
     return f"prefill.{engine}.{contract_digest[:8]}"
 
 
+def is_queue(name: str) -> bool:
+    """Whether a queue of this name can be one of ours."""
+    return name.startswith(("decode.", "prefill."))
+
+
 def queues(replica: Candidate) -> list[str]:
     """The queues that `replica` takes jobs from."""
     prefill = [prefill_queue(replica.engine, replica.contract.digest)] if _has(replica, "prefill") else []

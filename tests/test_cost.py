@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cost import NEAR, RETRY_EVERY, CostModel, Curve, Outcome, Way, explain
+from pipeline.cost import GONE_KEPT, NEAR, RETRY_EVERY, CostModel, Curve, Outcome, Way, explain
 
 LOCAL = Way(None, "d")
 REMOTE = Way("p", "d")
@@ -127,6 +127,25 @@ def test_a_narrow_loser_is_tried_again_now_and_then() -> None:
 def test_no_way_is_an_error() -> None:
     with pytest.raises(ValueError, match="empty"):
         CostModel().choose([])
+
+
+def test_of_replicas_that_are_gone_the_newest_stay_known() -> None:
+    model = CostModel()
+    names = [f"d-{number}" for number in range(GONE_KEPT + 3)]
+    for name in names:
+        for way in (Way(None, name), Way("p", name)):
+            _seen(model, way, 640, prefill=40.0, exposed=10.0, moved=640 * 4 if way.prefill else 0)
+        model.choose([model.estimate(Way("p", name), 640, 0, 4, 0.0)])
+    model.forget(alive={"d-0"})
+
+    def known(name: str) -> list[bool]:
+        return [model.estimate(Way(prefill, name), 640, 0, 4, 0.0).known for prefill in (None, "p")]
+
+    assert [name for name in names if known(name) != [True, True]] == ["d-1", "d-2"]
+    assert known("d-1") == known("d-2") == [False, False]
+    model.forget(alive=())
+    assert [name for name in names if not any(known(name))] == ["d-0", "d-1", "d-2"]
+    assert model.estimate(Way("p", "new"), 640, 0, 4, 0.0).prefill_ms == 40.0  # the prefill engine's own is no name's
 
 
 def test_explain_names_the_chosen_way_first() -> None:

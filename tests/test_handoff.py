@@ -204,7 +204,7 @@ def test_the_scripts_know_the_same_table(redis_client: Redis, state: State, even
 def test_a_stop_string_is_the_same_finish(redis_client: Redis, state: State) -> None:
     life = Life(redis_client)
     life.state = state
-    assert life.ledger.stop(life.id, 1) is handoff.can(state, Event.FINISH)
+    assert life.ledger.stop(life.id) is handoff.can(state, Event.FINISH)
     assert life.state is TRANSITIONS.get((state, Event.FINISH), state)
 
 

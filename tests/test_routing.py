@@ -148,6 +148,8 @@ def test_queues_of_a_replica() -> None:
     assert routing.queues(MLX) == [f"prefill.mlx.{EIGHT}", "decode.mac"]
     assert routing.queues(Fake("p", "mlx", "prefill")) == [f"prefill.mlx.{EIGHT}"]
     assert routing.queues(Fake("d", "mlx", "decode")) == ["decode.d"]
+    assert all(map(routing.is_queue, [*routing.queues(MLX), "decode.d"]))
+    assert not any(map(routing.is_queue, ["mail", "decode", "x.decode.d"]))
 
 
 @pytest.mark.parametrize("wish", ["vllm->mlx", "local:vllm", "mlx->vllm"])

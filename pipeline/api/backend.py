@@ -194,8 +194,8 @@ class BrokerSubmission:
     async def cancel(self, reason: str) -> None:
         await to_thread.run_sync(self._ledger.cancel, self._id, reason)
 
-    async def stop(self, tokens: int) -> bool:
-        self._finished = await to_thread.run_sync(self._ledger.stop, self._id, tokens)
+    async def stop(self) -> bool:
+        self._finished = await to_thread.run_sync(self._ledger.stop, self._id)
         return self._finished
 
     async def trace(self) -> dict[str, Any] | None:

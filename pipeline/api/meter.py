@@ -102,9 +102,9 @@ class MeteredSubmission:
         self._watch.end("cancelled")
         await self._inner.cancel(reason)
 
-    async def stop(self, tokens: int) -> bool:
+    async def stop(self) -> bool:
         self._watch.end("finished")
-        return await self._inner.stop(tokens)
+        return await self._inner.stop()
 
     async def trace(self) -> dict[str, Any] | None:
         return await self._inner.trace()

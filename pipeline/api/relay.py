@@ -79,8 +79,8 @@ class Submission(Protocol):
         """Ask for the end; the rest of the entries is not wanted."""
         ...
 
-    async def stop(self, tokens: int) -> bool:
-        """A stop string was completed by the `tokens`-th token. False: it had ended already."""
+    async def stop(self) -> bool:
+        """Stop strings have ended every sample. False: it had ended already."""
         ...
 
     async def trace(self) -> dict[str, Any] | None: ...
@@ -283,7 +283,7 @@ class Relay:
         try:
             if not entry.last:  # ours: D does not know yet
                 # Refused where another D is about to take over: it is cancelled then.
-                prompt.ended = await submission.stop(sum(output.tokens for output in prompt.outputs))
+                prompt.ended = await submission.stop()
             if self._traced or entry.held_tokens is None:
                 prompt.trace = await submission.trace()
                 prompt.cached_tokens = prompt.cached_tokens or (prompt.trace or {}).get("reused_tokens", 0)

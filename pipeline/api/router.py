@@ -79,6 +79,7 @@ class Router:
                 if (alive := {_holder(replica) for replica in found}) != self._alive:
                     self._alive = alive
                     self._affinity.forget(alive)
+                    self._costs.forget({replica.name for replica in found})
         return self._fleet
 
     def candidates(self, model: Model, *, fresh: bool = False) -> list[Replica]:
@@ -114,6 +115,8 @@ class Router:
     def ended(self, route: Route) -> None:
         with self._lock:
             self._pending[route.decode_replica] -= 1
+            if not self._pending[route.decode_replica]:  # names that never come back must not add up
+                del self._pending[route.decode_replica]
 
     def learn(self, chosen: Chosen, trace: Mapping[str, Any]) -> None:
         """A handoff has finished; `trace` is the ledger's."""

@@ -31,8 +31,8 @@ from pipeline.settings import Settings
 
 _log = logging.getLogger(__name__)
 TURN_MS = 800  # less than the pause between two sweeps of one process, which alone must not miss its own turn
+_UPKEEP_MS = 30_000  # between two looks for queues that nobody serves
 _AT_ONCE = 256  # records read in one round trip
-_GRACE_MS = 1000.0  # a release between two round trips is not an orphan
 _OVER = TERMINAL | {State.CANCELLING, State.DRAINING}
 
 
@@ -65,12 +65,12 @@ class Janitor:
     def sweep_in_turn(self) -> int:
         """`sweep`, unless some process has done so a moment ago: however many there are, all handoffs are looked at
         about once a second. Raises BrokerError."""
-        return self.sweep() if self._has_turn() else 0
+        return self.sweep() if self._has_turn(keys.SWEEP, TURN_MS) else 0
 
-    def _has_turn(self) -> bool:
+    def _has_turn(self, key: str, lasts_ms: int) -> bool:
         with translate():
             try:
-                return bool(self.client.set(keys.SWEEP, 1, nx=True, px=TURN_MS))
+                return bool(self.client.set(key, 1, nx=True, px=lasts_ms))
             except OutOfMemoryError:
                 return True  # what frees memory does not wait for it
 
@@ -80,12 +80,20 @@ class Janitor:
         touched = sum(self._tend(handoff_id, served) for handoff_id in self._suspects(self.ledger.live()))
         stream.reap(self.pages)
         self._forget_replicas()
+        if self._has_turn(keys.UPKEEP, _UPKEEP_MS):
+            self._retire_queues()
         return touched
 
     def _forget_replicas(self) -> None:
         for name in self.registry.expired():
             queue.tidy(self.client, [keys.decode_queue(name)])
             self.registry.withdraw(name)
+
+    def _retire_queues(self) -> None:
+        """Only queues named by our rule, and only of nobody who is alive: an operator's RQ may share the server."""
+        ours = {name for name in queue.known(self.client) if routing.is_queue(name)}
+        served = {name for replica in self.registry.list() for name in routing.queues(replica)}
+        queue.retire(self.client, sorted(ours - served))
 
     def _serving(self) -> Serving:
         replicas = self.registry.list()
@@ -246,10 +254,8 @@ class Janitor:
         return True
 
     def _unreleased(self, seen: Snapshot) -> bool:
-        """Ended and deserted, but the last worker out died before it could release."""
+        """Ended and deserted, but the last worker out died before it could release, or is about to: both may."""
         if seen.state not in TERMINAL or any(seen.worker(role) for role in ROLES):
-            return False
-        if self.clock.now_ms() - float(seen.fields["at_created"]) < _GRACE_MS:
             return False
         self.ledger.release(seen.handoff_id)
         return True

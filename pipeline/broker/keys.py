@@ -28,6 +28,7 @@ REPLICAS = f"{PREFIX}:replicas"  # set of replica names ever registered and not 
 DRAINS = f"{PREFIX}:drains"  # hash: replica name -> incarnation that an operator wants to take nothing new
 RECENT = f"{PREFIX}:recent"  # list: JSON traces of ended handoffs, capped, no prompt text
 SWEEP = f"{PREFIX}:sweep"  # string that expires: somebody has swept within a moment
+UPKEEP = f"{PREFIX}:upkeep"  # string that expires: somebody has looked for queues that nobody serves, not long ago
 EVENTS_PATTERN = f"{PREFIX}:{{*}}:events"  # every worker hears all of them: a few short messages a handoff
 
 

@@ -154,10 +154,9 @@ class Ledger:
             self.release(handoff_id)
         return None if status == "gone" else state
 
-    def stop(self, handoff_id: str, tokens: int) -> bool:
-        """The API saw a stop string after `tokens` tokens: finished, later log entries do not count."""
-        finish = transition.table(Event.FINISH)
-        return self._run_advance(handoff_id, None, 0, finish, "stop", {"stop_tokens": tokens})[0] == "ok"
+    def stop(self, handoff_id: str) -> bool:
+        """The API saw a stop string: finished, later log entries do not count."""
+        return self._run_advance(handoff_id, None, 0, transition.table(Event.FINISH), "stop", {})[0] == "ok"
 
     def forget(self, handoff_id: str) -> None:
         """The API has read everything it wants of an ended handoff."""

@@ -9,10 +9,20 @@ from redis.client import Pipeline
 
 from pipeline.broker.connect import translate
 from pipeline.broker.job import DECODE_JOB, JOBS, PREFILL_JOB, JobSpec, open_queue
-from pipeline.broker.retention import requeue_front, tidy
+from pipeline.broker.retention import known, requeue_front, retire, tidy
 from pipeline.settings import BrokerSettings
 
-__all__ = ["DECODE_JOB", "PREFILL_JOB", "JobSpec", "enqueue", "queue_lengths", "requeue_front", "tidy"]
+__all__ = [
+    "DECODE_JOB",
+    "PREFILL_JOB",
+    "JobSpec",
+    "enqueue",
+    "known",
+    "queue_lengths",
+    "requeue_front",
+    "retire",
+    "tidy",
+]
 
 
 def enqueue(pipe: Pipeline, client: Redis, spec: JobSpec, settings: BrokerSettings, *, at_front: bool = False) -> str:

@@ -14,6 +14,7 @@ from rq.job import Job, JobStatus
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY, clean_worker_registry
 
 from pipeline.broker.connect import translate
 from pipeline.broker.job import HandoffJob, open_queue, text
@@ -21,6 +22,7 @@ from pipeline.broker.scripts import Scripts
 
 STUCK_MS = 30_000  # a job handed out for this long and not begun: its worker died in between
 _DAY_MS = 86_400_000
+_ENDS = (FinishedJobRegistry, FailedJobRegistry, StartedJobRegistry, CanceledJobRegistry)
 
 
 def requeue_front(client: Redis, queue_name: str, job_id: str) -> bool:
@@ -47,6 +49,26 @@ def tidy(client: Redis, queue_names: Iterable[str], *, cancelled_ttl_s: float = 
             _forget_cancelled(client, name, cancelled_ttl_s)
             _drop_expired(client, queue)
             _rescue(client, queue)
+
+
+def known(client: Redis) -> set[str]:
+    """Names of all queues that RQ knows of; other programs may have theirs on this server. Raises BrokerError."""
+    with translate():
+        keys = client.smembers(Queue.redis_queues_keys)
+    return {text(key).removeprefix(Queue.redis_queue_namespace_prefix) for key in keys}
+
+
+def retire(client: Redis, queue_names: Iterable[str]) -> None:
+    """Of queues that nobody serves: `tidy`, and forget those of which nothing is left. Names of replicas that never
+    come back must not add up. A job that is queued all the same brings its queue back. Raises BrokerError."""
+    for name in queue_names:
+        tidy(client, [name])
+        queue = open_queue(client, name)
+        with translate():
+            clean_worker_registry(queue)  # those that were killed
+            parts = [queue.intermediate_queue_key, WORKERS_BY_QUEUE_KEY % name]
+            parts += [kind(name, connection=client).key for kind in _ENDS]
+            Scripts(client).run("queue_retire", [Queue.redis_queues_keys, queue.key, *parts], [])
 
 
 def _forget_cancelled(client: Redis, name: str, ttl_s: float) -> None:

@@ -63,8 +63,8 @@ class FakeSubmission:
     async def cancel(self, reason: str) -> None:
         self._log.append(("cancel", reason))
 
-    async def stop(self, tokens: int) -> bool:
-        self._log.append(("stop", tokens))
+    async def stop(self) -> bool:
+        self._log.append(("stop",))
         return True
 
     async def trace(self) -> dict[str, Any] | None:

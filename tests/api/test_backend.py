@@ -143,8 +143,8 @@ async def test_stop_and_cancel_reach_the_ledger(backend: BrokerBackend, client: 
         attempt, _ = ledger.enter(asked.handoff_id, "decode", "mac")
         ledger.advance(asked.handoff_id, "decode", attempt, Event.COMMIT)
         if asked is stopped:
-            assert await submission.stop(4) is True
-            assert await submission.stop(4) is False
+            assert await submission.stop() is True
+            assert await submission.stop() is False
         else:
             await submission.cancel("test")
         record = ledger.load(asked.handoff_id)

@@ -210,7 +210,7 @@ async def test_a_stop_string_ends_it(
     until = next(n for n in range(len(token_ids)) if "wo th" in text.decode(token_ids[:n]))
     assert usage["completion_tokens"] == until
     assert usage["prompt_tokens_details"]["cached_tokens"] == 7  # D said no last word: the trace knows
-    assert backend.log == [("stop", until), ("close",)]
+    assert backend.log == [("stop",), ("close",)]
 
 
 async def test_a_stop_string_that_the_ledger_refuses_cancels(
@@ -218,7 +218,7 @@ async def test_a_stop_string_that_the_ledger_refuses_cancels(
 ) -> None:
     """Another D is about to take over: it must not compute for nobody."""
 
-    async def refused(self: FakeSubmission, tokens: int) -> bool:
+    async def refused(self: FakeSubmission) -> bool:
         return False
 
     monkeypatch.setattr(FakeSubmission, "stop", refused)

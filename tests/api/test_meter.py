@@ -95,7 +95,7 @@ async def test_a_cancel_is_no_failure(model: Served, end: str) -> None:
 async def test_a_stop_string_is_a_finish(model: Served) -> None:
     submission, metrics = await _submit(model, TokenEntry(0, (5,)))
     async for _ in submission:
-        assert await submission.stop(1) is True
+        assert await submission.stop() is True
     await submission.close()
     assert _samples(metrics)["requests_total/tiny/finished"] == 1
 

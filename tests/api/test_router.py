@@ -10,6 +10,7 @@ import pytest
 from pipeline.api.router import FRESH_S, Chosen, Router
 from pipeline.broker.registry import Replica
 from pipeline.contract import Contract
+from pipeline.cost import GONE_KEPT
 from pipeline.errors import NoReplicaError
 from pipeline.request import Request, Sampling
 from pipeline.routing import Wish
@@ -182,6 +183,24 @@ def test_live_counts_what_began_and_has_not_ended() -> None:
     assert router.live == 2
     router.ended(first)
     assert router.live == 1
+
+
+def test_names_that_never_come_back_do_not_add_up() -> None:
+    """A fleet that grows and shrinks by itself has ever new names."""
+    fleet = Fleet(BOX)
+    router = Router(fleet.read, RoutingSettings())
+    for number in range(GONE_KEPT + 10):
+        fleet.replicas = [BOX, replace(MAC, name=f"mac-{number}")]
+        router.fleet(fresh=True)
+        for salt in ("a", "b"):
+            chosen = _route(router, salt=f"{number}{salt}")
+            router.began(chosen.route)
+            router.learn(chosen, _trace(chosen, 20.0, 5.0))
+            router.ended(chosen.route)
+    assert router._pending == {}
+    assert len({way.decode for way in router._costs._since}) == GONE_KEPT + 1
+    assert len(router._costs._exposed) == 2 * (GONE_KEPT + 1)
+    assert len(router._costs._prefill) == len(router._costs._service) == 1 + GONE_KEPT + 1  # vllm's and each mac's own
 
 
 def test_explain_shows_every_way_best_first() -> None:

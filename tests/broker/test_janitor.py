@@ -166,7 +166,7 @@ def test_a_lost_worker_of_an_ended_handoff_only_leaves(scene: Scene) -> None:
     handoff = scene.accepted()
     scene.ledger.advance(handoff, "decode", 1, Event.COMMIT)
     scene.ledger.leave(handoff, "prefill", 1)
-    assert scene.ledger.stop(handoff, 0) is True
+    assert scene.ledger.stop(handoff) is True
     scene.die("d-0")
     assert scene.janitor.sweep() == 1
     assert scene.seen(handoff).state is State.FINISHED
@@ -217,6 +217,27 @@ def test_a_replica_whose_lease_ended_is_forgotten_and_its_queue_tidied(scene: Sc
     scene.janitor.sweep()
     assert scene.client.smembers(keys.REPLICAS) == {b"p-0"}
     assert scene.client.lrange(waiting, 0, -1) == []
+
+
+def test_queues_of_names_that_never_come_back_are_forgotten(scene: Scene) -> None:
+    """But not what a replica serves, what still holds a job, and what belongs to others on the server."""
+    kept = ["decode.d-0", PREFILL, "decode.full", "mail"]
+    for name in [*kept, "decode.gone", "prefill.old.12345678"]:
+        scene.client.sadd("rq:queues", f"rq:queue:{name}")
+    scene.client.rpush("rq:queue:decode.full", "waiting")
+    scene.client.hset("rq:job:waiting", "status", "queued")
+    killed = "rq:worker:gone.1"
+    for workers in ("rq:workers", "rq:workers:decode.gone"):
+        scene.client.sadd(workers, killed)
+    scene.janitor.sweep()
+    assert scene.client.smembers("rq:queues") == {f"rq:queue:{name}".encode() for name in kept}
+    assert scene.client.exists("rq:workers", "rq:workers:decode.gone") == 0
+    scene.client.sadd("rq:queues", "rq:queue:decode.gone")
+    scene.janitor.sweep()
+    assert scene.client.sismember("rq:queues", "rq:queue:decode.gone") == 1  # it looks every half minute
+    scene.client.delete(keys.UPKEEP)
+    scene.janitor.sweep()
+    assert scene.client.sismember("rq:queues", "rq:queue:decode.gone") == 0
 
 
 def test_a_replica_that_comes_back_while_it_is_being_forgotten_stays(
@@ -370,14 +391,26 @@ def test_a_handoff_that_waits_for_a_dead_replica_does_not_wait_for_the_deadline(
 
 
 @pytest.mark.parametrize("end", [State.FINISHED, State.FAILED, State.CANCELLED])
-def test_an_ended_handoff_without_workers_is_released_after_a_grace(scene: Scene, end: State) -> None:
-    fresh, old = scene.create(), scene.create(age_s=2)
-    for handoff in (fresh, old):
-        scene.write(handoff, state=end)
+def test_an_ended_handoff_without_workers_is_released(scene: Scene, end: State) -> None:
+    handoff = scene.create()
+    scene.write(handoff, state=end)
     assert scene.janitor.sweep() == 1
-    assert scene.ledger.live() == [fresh]
-    assert scene.seen(old).state is end
+    assert scene.ledger.live() == []
+    assert scene.seen(handoff).state is end
     assert scene.janitor.sweep() == 0
+
+
+def test_the_last_worker_out_may_release_too(scene: Scene) -> None:
+    """It has left, and the janitor is there before its release: the trace is kept once, nothing comes back."""
+    handoff = scene.create()
+    scene.write(handoff, state=State.FINISHED)
+    assert scene.janitor.sweep() == 1
+    scene.ledger.release(handoff)
+    assert [trace["handoff_id"] for trace in scene.ledger.recent(9)] == [handoff]
+    scene.ledger.forget(handoff)
+    scene.ledger.release(handoff)
+    assert list(scene.client.scan_iter(f"cf:{{{handoff}}}:*")) == []
+    assert scene.ledger.live() == []
 
 
 def test_an_id_without_a_record_goes(scene: Scene) -> None:
@@ -436,6 +469,7 @@ def test_one_more_that_is_well_costs_one_more_command(scene: Scene) -> None:
         return sofar() - before
 
     scene.accepted()
+    scene.janitor.sweep()  # looks at the queues too, as it does every half minute
     one = commands()
     for _ in range(20):
         scene.accepted()

@@ -139,7 +139,7 @@ def test_cancel_racing_a_finish_reads_the_winner(ledger: Ledger, handoff: str) -
     ledger.advance(handoff, "decode", d, Event.COMMIT)
     ledger.emit(handoff, d, TokenEntry(0, (1,), finish="length"))
     assert ledger.cancel(handoff, "client") is State.FINISHED
-    assert ledger.stop(handoff, 1) is False
+    assert ledger.stop(handoff) is False
     assert ledger.fail(handoff, ErrorInfo("x", "y", False, 500), d) is False
 
 
@@ -151,7 +151,7 @@ def test_stop_string_finishes_and_later_tokens_do_not_count(ledger: Ledger, hand
     _, d = _admit(ledger, handoff)
     ledger.advance(handoff, "decode", d, Event.COMMIT)
     ledger.emit(handoff, d, TokenEntry(0, (1, 2)))
-    assert ledger.stop(handoff, 2) is True
+    assert ledger.stop(handoff) is True
     with pytest.raises(HandoffCancelledError, match="finished"):
         ledger.emit(handoff, d, TokenEntry(2, (3,)))
     assert redis_client.llen(keys.HandoffKeys(handoff).tokens) == 1

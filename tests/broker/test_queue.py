@@ -483,6 +483,22 @@ def test_tidy_fails_a_job_whose_worker_died_in_it(client: Redis, desk: Desk, wor
     worker._pool.shutdown()
 
 
+def test_a_queue_is_retired_when_nothing_of_it_is_left(client: Redis) -> None:
+    (job_id,) = _put(client, "h0")
+    rq, cancelled = open_queue(client, NAME), CanceledJobRegistry(NAME, connection=client)
+    queue.retire(client, [NAME])
+    assert queue.known(client) == {NAME}
+    _job(client, job_id).cancel()
+    queue.retire(client, [NAME])
+    assert queue.known(client) == {NAME}
+    client.zincrby(cancelled.key, -100, job_id)
+    queue.retire(client, [NAME])
+    assert list(client.scan_iter("rq:*")) == []
+    _put(client, "h1")
+    assert queue.known(client) == {NAME}
+    assert len(rq.job_ids) == 1
+
+
 def test_tidy_requeues_a_job_that_was_handed_out_and_never_begun(client: Redis) -> None:
     lost, waiting = _put(client, "h0", "h1")
     rq = open_queue(client, NAME)

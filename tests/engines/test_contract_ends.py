@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from pipeline.engines.base import Admission, Engine, EngineStats
@@ -77,6 +79,29 @@ def test_a_waiting_admission_ends_when_its_check_raises(engine: Engine, baseline
         engine.admit(request(prompt(1025, 99), to=engine), timeout_s=PATIENCE_S, check=gone)
     for admission in admitted:
         admission.close()
+    assert settles(engine, baseline)
+
+
+@pytest.mark.role("decode")
+def test_a_check_that_takes_its_time_keeps_nobody_else_waiting(engine: Engine, baseline: EngineStats) -> None:
+    """It asks a broker that may not answer for seconds: others end and are counted meanwhile."""
+    admitted: list[Admission] = []
+    with pytest.raises(DeadlineError):
+        fill(engine, admitted)
+    asked, answer = threading.Event(), threading.Event()
+
+    def check() -> None:
+        asked.set()
+        answer.wait(PATIENCE_S)
+
+    late = request(prompt(1025, 99), to=engine)
+    waiting = Waiter(lambda: engine.admit(late, timeout_s=PATIENCE_S, check=check).close())
+    assert asked.wait(PATIENCE_S)
+    for meanwhile in (engine.stats, *(admission.close for admission in admitted)):
+        Waiter(meanwhile).join()
+    answer.set()
+    waiting.join()
+    assert waiting.error is None
     assert settles(engine, baseline)
 
 

@@ -22,7 +22,9 @@ def test_e58_a_strange_model_name_is_unknown_and_touches_no_key(running: Rig, na
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "x: y" not in {key.lower() for key in answer.headers}
     new = set(running.broker.scan_iter("*")) - set(before)
-    assert not [key for key in new if not key.startswith((b"cf:owner:", b"cf:replica:", b"cf:sweep", b"rq:"))]
+    assert not [
+        key for key in new if not key.startswith((b"cf:owner:", b"cf:replica:", b"cf:sweep", b"cf:upkeep", b"rq:"))
+    ]
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 100_000, "é", "a\tb", ""])

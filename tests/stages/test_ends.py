@@ -118,7 +118,7 @@ def test_a_stop_string_is_a_finish(stand: Stand, told: bool) -> None:
     request = stand.open()
     (job,) = _in_the_midst_of_text(stand, request)
     if told:
-        assert stand.ledger.stop(request.handoff_id, 1) is True
+        assert stand.ledger.stop(request.handoff_id) is True
     else:
         stand.write(request, "state", State.FINISHED)
     assert outcome(job) == {"outcome": "stopped"}
@@ -196,7 +196,7 @@ def test_the_broker_goes_away_right_after_a_cancel_or_a_stop(stand: Stand, stopp
     (job,) = _in_the_midst_of_text(stand, request)
     stand.d.set(on_close=stand.hop.cut)
     if stopped:
-        stand.ledger.stop(request.handoff_id, 1)
+        stand.ledger.stop(request.handoff_id)
     else:
         stand.cancel(request)
     eventually(lambda: stand.hop.refused >= 6, "it insists")

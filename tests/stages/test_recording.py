@@ -157,7 +157,7 @@ def test_one_that_a_stop_string_ended_is_stored(stand: Stand, record: Record) ->
     stand.d.set(tokens=2)
     job = tape.begin(request)
     stand.await_state(request, State.DECODING)
-    assert stand.ledger.stop(request.handoff_id, 1)
+    assert stand.ledger.stop(request.handoff_id)
     assert outcome(job) == {"outcome": "stopped"}
     [(found, stored)] = tape.stored()
     assert (found.trace["state"], found.finishes) == ("finished", (None,))

@@ -83,11 +83,11 @@ class ReferenceEngine:
             self._require_up()
             self.room.require_possible(run.pages, run.seats)
             self._tickets.append(run)
-            try:
-                self._await_turn(run, timeout_s, check)
-                run.begin()
-                self._live.append(run)
-            finally:
+        try:
+            if not wait_in_slices(lambda slice_s: self._begin(run, slice_s), timeout_s, check):
+                raise self._no_room(run, timeout_s)
+        finally:
+            with self.condition:
                 self._tickets.remove(run)
                 self.condition.notify_all()
         return run
@@ -141,17 +141,25 @@ class ReferenceEngine:
     def _texts(self, request: Request, limit: int) -> list[Text]:
         return texts(request, self.contract.vocab_size, self._compiler, self._entropy, limit)
 
-    def _await_turn(self, run: DecodeRun, timeout_s: float, check: Check) -> None:
+    def _begin(self, run: DecodeRun, timeout_s: float) -> bool:
+        """Begin it as soon as it is its turn and there is room; False when that does not come. Raises what ended the
+        engine. The condition is held for this wait alone: between two of them nobody else is kept waiting."""
+
         def may_begin() -> bool:
             return self._tickets[0] is run and self.room.can_take(run.pages, run.seats)
 
-        def wait(slice_s: float) -> bool:
-            return self.condition.wait_for(lambda: self._down is not None or may_begin(), slice_s)
+        with self.condition:
+            self.condition.wait_for(lambda: self._down is not None or may_begin(), timeout_s)
+            self._require_up()
+            if not may_begin():
+                return False
+            run.begin()
+            self._live.append(run)
+            return True
 
-        wait_in_slices(wait, timeout_s, check)
-        self._require_up()
-        if not may_begin():
-            raise DeadlineError(
+    def _no_room(self, run: DecodeRun, timeout_s: float) -> DeadlineError:
+        with self.condition:
+            return DeadlineError(
                 f"no room for {run.pages} pages within {timeout_s:g} s: {self.room.free_pages} pages and "
                 f"{self.room.free_seats} seats are free, {len(self._tickets) - 1} requests wait too"
             )
