@@ -147,12 +147,16 @@ class Credit:
         return self._script("imported", [self._field(sequence), entry_id(self.attempts, sequence)])
 
     def fetch(self, sequence: int, target: memoryview) -> memoryview:
-        """A payload, or as much of it as fits: nobody can make us allocate more. Empty when it is gone."""
+        """A payload; empty when it is gone. Raises FrameError when it does not fit: nobody can make us allocate more."""
         return next(self.fetch_all([(sequence, target)]))
 
     def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
-        """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks."""
-        parts = [command("GETRANGE", self.payload_key(one), 0, len(target) - 1) for one, target in wanted]
+        """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks.
+
+        GET and not GETRANGE, which would say how much fits: Valkey sends a whole value from where it lies, and makes a
+        copy of any part of one.
+        """
+        parts = [command("GET", self.payload_key(one)) for one, _ in wanted]
         repeated(self._client, lambda: self.link.send(parts, len(parts)))
         for at, (_, target) in enumerate(wanted):
             try:

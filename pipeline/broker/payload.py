@@ -19,6 +19,7 @@ from redis import Redis, exceptions
 
 from pipeline.broker.connect import REPLY_TIMEOUT_S
 from pipeline.codec import Buffer
+from pipeline.errors import FrameError
 
 Word: TypeAlias = str | bytes | int
 SLICE_S = 0.25  # longest time without a look at `check`
@@ -83,14 +84,22 @@ class Link:
         return value
 
     def reply_into(self, target: memoryview) -> memoryview | Exception:
-        """The next reply, a bulk string, in the first bytes of `target`; a server's error as a value."""
+        """The next reply, a bulk string, in the first bytes of `target`; empty for none; a server's error as a value.
+
+        One that is larger is not read, and the connection ends. Raises FrameError.
+        """
         kind, rest = self._line()
         self.due -= 1
         if kind == b"-":
             return _error(rest)
-        if kind != b"$" or int(rest) > len(target):
-            raise self._failed(f"a payload of at most {len(target)} bytes was asked for, {(kind + rest)[:32]!r} came")
-        return self._bulk(target, max(0, int(rest)))
+        if kind == b"_" or rest == b"-1":
+            return target[:0]
+        if kind != b"$":
+            raise self._failed(f"a payload was asked for, {(kind + rest)[:32]!r} came")
+        if int(rest) > len(target):
+            self.drop()
+            raise FrameError(f"wrong size of payload: expected at most {len(target)}, got {int(rest)}")
+        return self._bulk(target, int(rest))
 
     def close(self) -> None:
         """Give the connection back to the pool; one with replies still to come is ended."""

@@ -231,11 +231,12 @@ class _Receiver:
         """As many of these pages as there are buffers for, asked for at once."""
         buffers = deque(self._buffers(len(headers)))
         places = zip(headers, buffers, strict=False)
-        wanted = [(header.sequence, memoryview(buffer)[: self._limit(header)]) for header, buffer in places]
+        wanted = [(header.sequence, memoryview(buffer)[: header.payload_bytes]) for header, buffer in places]
         payloads = self._credit.fetch_all(wanted)
         for _, target in wanted:
-            header, payload = self._header(), next(payloads)
+            header = self._header()
             try:
+                payload = next(payloads)
                 page = self._frames.page(header, payload.toreadonly())
             except FrameError:  # damaged on the way, or at rest? Ask once more before P has to compute it again
                 self._credit.link.drop()
@@ -262,13 +263,9 @@ class _Receiver:
             except queue.Empty:
                 if self._unmade:
                     self._unmade -= 1
-                    found.append(bytearray(self._frames.shape.page_bytes + 1))
+                    found.append(bytearray(self._frames.shape.page_bytes))
                 elif found:
                     break
                 elif self._closing.is_set():
                     raise _ClosedError from None
         return found
-
-    def _limit(self, header: Header) -> int:
-        """One byte more than belongs there tells a payload that is too long."""
-        return min(header.payload_bytes, self._frames.shape.page_bytes) + 1

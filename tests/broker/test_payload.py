@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from redis import Redis, exceptions
 
 from pipeline.broker.connect import connect, translate
 from pipeline.broker.payload import Link, command, store
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, FrameError
 from tests.ports import free_port
 
 
@@ -140,12 +141,33 @@ def test_a_payload_lands_in_the_buffer(peer: Peer, link: Link, size: int) -> Non
     assert link.reply() == 3
 
 
-@pytest.mark.parametrize("speech", [b"$5\r\nabcde\r\n", b":1\r\n", b"$99999999999\r\n"])
-def test_more_than_was_asked_for_ends_the_connection(peer: Peer, link: Link, speech: bytes) -> None:
-    link.send([b"x"], 1)
+@pytest.mark.parametrize("nothing", [b"$-1\r\n", b"_\r\n"])
+def test_a_payload_that_is_gone_is_empty(peer: Peer, link: Link, nothing: bytes) -> None:
+    link.send([b"x"], 2)
+    peer.say(nothing + b":3\r\n")
+    got = link.reply_into(memoryview(bytearray(4)))
+    assert isinstance(got, memoryview)
+    assert not got
+    assert link.reply() == 3
+
+
+@pytest.mark.parametrize(
+    ("speech", "error", "says"),
+    [
+        (b":1\r\n", exceptions.ConnectionError, "a payload was asked for, b':1' came"),
+        (b"$5\r\nabcde\r\n", FrameError, "wrong size of payload: expected at most 4, got 5"),
+        (b"$99999999999\r\n", FrameError, "wrong size of payload: expected at most 4, got 99999999999"),
+    ],
+)
+def test_more_than_was_asked_for_ends_the_connection(
+    peer: Peer, link: Link, speech: bytes, error: type[Exception], says: str
+) -> None:
+    link.send([b"x"], 2)
     peer.say(speech)
-    with pytest.raises(exceptions.ConnectionError, match="at most 4 bytes was asked for"):
-        link.reply_into(memoryview(bytearray(4)))
+    target = memoryview(bytearray(4))
+    with pytest.raises(error, match=f"^{re.escape(says)}$"):
+        link.reply_into(target)
+    assert bytes(target) == bytes(4)
     assert link.due == 0
 
 
@@ -204,7 +226,7 @@ def test_a_connection_with_replies_to_come_is_not_used_again(redis_client: Redis
 def test_both_protocols_and_a_payload_from_a_view(redis_client: Redis, server_url: str, protocol: int) -> None:
     page = bytearray(range(256)) * 4000
     with connect(f"{server_url}?protocol={protocol}") as client, contextlib.closing(Link(client, lambda: None)) as link:
-        link.send([*store("page", memoryview(page), 60_000), command("GETRANGE", "page", 0, len(page) - 1)], 2)
+        link.send([*store("page", memoryview(page), 60_000), command("GET", "page")], 2)
         assert link.reply() == "OK"
         got = link.reply_into(memoryview(bytearray(len(page))))
         assert isinstance(got, memoryview)
@@ -269,7 +291,7 @@ def test_over_tls(tls_url: str) -> None:
     page = bytes(range(256)) * 8000
     with connect(tls_url) as client, contextlib.closing(Link(client, lambda: None)) as link:
         for _ in range(2):
-            link.send([*store("page", page, 60_000), command("GETRANGE", "page", 0, len(page))], 2)
+            link.send([*store("page", page, 60_000), command("GET", "page")], 2)
             assert link.reply() == "OK"
             got = link.reply_into(memoryview(bytearray(len(page))))
             assert isinstance(got, memoryview)
