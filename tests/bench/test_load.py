@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 
 from bench import load
 from bench.client import Sample
-from bench.load import Bounds
+from bench.load import Bounds, Run
+from pipeline.cli.fleet import Fleet
 
 MODEL = Path("models/smollm2-135m/tokenizer.json")
 
@@ -20,11 +21,13 @@ def _sample(ttft: float, step: float, tokens: int = 10) -> Sample:
 
 def test_rates_and_percentiles() -> None:
     samples = [_sample(100.0, 10.0), _sample(300.0, 10.0), _sample(200.0, 90.0)]
-    row = load.row(samples, 2.0, 3, Bounds(ttft_ms=250.0, tpot_ms=50.0))
+    run = Run(samples[:1], 0.5, 0.1) + Run(samples[1:], 1.5, 0.2)
+    row = load.row(run, 3, Bounds(ttft_ms=250.0, tpot_ms=50.0))
     assert (row["clients"], row["route"], row["requests"]) == (3, "a->b", 3)
     assert (row["ttft_p50_ms"], row["tpot_p50_ms"]) == (200.0, 10.0)
     assert row["ttft_p95_ms"] == pytest.approx(290.0)
     assert (row["tokens_per_s"], row["goodput_per_s"]) == (15.0, 0.5)
+    assert row["d_cpu_ms_per_token"] == pytest.approx(10.0)
 
 
 def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
@@ -37,6 +40,10 @@ def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
     found = load.targets(list(rows.values()))
     assert [(target.measured, target.reached) for target in found] == [(0.4, False), (0.8, False)]
     assert load.targets([row | {"clients": 4} for row in rows.values()]) == []
+    runs[load.OWN] = {"clients": 16, "tokens_per_s": 50.0}
+    rows = {row["case"]: row for row in load.compare(runs, answer=10)}
+    assert rows[load.HANDOFF]["of_own"] == 0.8
+    assert [target.measured for target in load.targets(list(rows.values()))] == [0.8, 0.4, 0.8]
 
 
 def test_one_answer_is_every_percentile() -> None:
@@ -56,10 +63,10 @@ def test_prompts_are_seeded_and_every_second_one_shares_a_prefix() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not Path("models/tiny-llama").exists(), reason="no tiny model: `make models`")
-def test_a_small_system_under_load() -> None:
+def test_a_small_system_under_load(small: Fleet) -> None:
     words = "--engines reference,mlx --model models/tiny-llama --clients 2 --requests 3 --prompts 70,140 --answer 4"
-    result = load.run(load.parse(words.split()))
-    assert [row["case"] for row in result["rows"]] == [load.HANDOFF, load.PREFILL, load.UNCACHED, load.CACHED]
-    assert {row["requests"] for row in result["rows"]} == {load.FEWEST}
-    assert all(row["tokens_per_s"] > 0 and row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 for row in result["rows"])
+    found = load.Bench(small, None, load.parse([*words.split(), "--rounds", "1", "--uncached", "yes"])).sweep()
+    rows = {row["case"]: row for row in found}
+    assert list(rows) == [load.HANDOFF, load.CACHED, load.PREFILL, load.UNCACHED]
+    assert {row["requests"] for row in rows.values()} == {load.FEWEST}
+    assert all(row["tokens_per_s"] > 0 and row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 for row in rows.values())

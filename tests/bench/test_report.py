@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from bench.report import Target, rows
+import json
+import os
+from importlib import metadata
+
+from bench.report import Target, machine, rows
 
 
 def test_a_target_says_which_side_is_good() -> None:
@@ -16,3 +20,12 @@ def test_a_row_of_a_result() -> None:
     assert rows([Target("rate", 1 / 3, 0.35, "x", at_least=True)]) == [
         {"what": "rate", "measured": 0.3333, "target": ">= 0.35", "unit": "x", "reached": False}
     ]
+
+
+def test_the_machine_line_tells_the_load_and_every_version() -> None:
+    found = machine()
+    load = found["load_average"]
+    assert isinstance(load, list)
+    assert len(load) == 3
+    assert found["nice"] == os.nice(0)
+    assert metadata.version("redis") in json.dumps(found["versions"])

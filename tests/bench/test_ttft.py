@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
 from bench import ttft
 from bench.client import Sample
+from pipeline.cli.fleet import Fleet
 
 MARKS = {"prefill_started": 2.0, "prefill_ended": 90.0, "first_page_out": 30.0, "last_page_out": 92.0}
 
@@ -28,3 +31,18 @@ def test_stages_of_a_trace() -> None:
     assert spans["prefill"] == pytest.approx(88.0)
     assert spans["transfer"] == pytest.approx(62.0)
     assert spans["import"] == 0.0  # marks that are not there
+
+
+@pytest.mark.processes
+def test_a_small_system_is_sampled(small: Fleet) -> None:
+    words = "--engines reference,mlx --model models/tiny-llama --lengths 130 --samples 1"
+    result = ttft.sample(small, ttft.parse(words.split()))
+    # 129 tokens are transferred
+    assert [(row["prompt_tokens"], row["route"], row["pages"]) for row in result["rows"]] == [
+        (130, "reference->mlx", 3),
+        (130, "mlx->reference", 3),
+    ]
+    assert len(result["raw"]) == 4  # the warm-up is not among them
+    assert len(result["targets"]) == 2
+    assert set(result["engines"]) == {"reference", "mlx"}
+    assert result["engines"]["mlx"]["mlx-lm"] == metadata.version("mlx-lm")

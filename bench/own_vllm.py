@@ -1,0 +1,23 @@
+"""vLLM's own server without its routes for SageMaker, whose package our environment does not have. Runs beside vLLM."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def _no_routes(*_: Any) -> None:
+    """Nobody asks for them here."""
+
+
+def _same(app: Any) -> Any:
+    return app
+
+
+if __name__ == "__main__":
+    absent: Any = ModuleType("vllm.entrypoints.serve.sagemaker.api_router")
+    absent.attach_router, absent.sagemaker_standards_bootstrap = _no_routes, _same
+    sys.modules[absent.__name__] = absent
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
