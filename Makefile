@@ -79,5 +79,5 @@ plots: env ## docs/performance.md: its tables and pictures, from bench/results
 	@$(VENV)/python -m bench.plot $(ARGS)
 
 clean: ## remove everything that was built; checkpoints in models/ too
-	rm -rf .venv .venv-vllm .venv-sglang .venv-bench .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-clients .venv-bench .run models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -72,7 +72,7 @@ API: tuple[Family, ...] = (
         TOKEN_S,
     ),
     Family("crossfill_request_duration_seconds", "histogram", "From asking to the end of the answer.", ("model",)),
-    Family("crossfill_prompt_tokens", "counter", "Prompt tokens asked for.", ("model",)),
+    Family("crossfill_prompt_tokens", "counter", "Prompt tokens of what was not refused.", ("model",)),
     Family("crossfill_output_tokens", "counter", "Tokens that decode engines sent here.", ("model",)),
     Family("crossfill_broker_up", "gauge", "1 when the broker answered this scrape, else 0.", read=True),
     Family("crossfill_budget_bytes", "gauge", "Cap on page bytes in flight on the control broker.", read=True),

@@ -84,7 +84,7 @@ class ModelSettings(_Section):
 
 
 class ApiSettings(ModelSettings):
-    """The HTTP edge and the model that is meant where a request names none."""
+    """The HTTP edge and its model; `models` are further ones. Requests may name none where there is one."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -57,10 +57,10 @@ class MeteredBackend:
     async def submit(self, request: Request, wish: Wish, model: Model) -> Submission:
         span = self._begin(request, model)
         watch = Stopwatch(self._metrics, model.name, span, self._now_s)
-        self._metrics.count("crossfill_prompt_tokens", len(request.token_ids), model=model.name)
         try:
             with tracing.under(span.traceparent):
                 inner = await self._inner.submit(request, wish, model)
+            self._metrics.count("crossfill_prompt_tokens", len(request.token_ids), model=model.name)
             return MeteredSubmission(inner, watch, request.handoff_id)
         except CrossfillError as error:
             if isinstance(error, BrokerError):

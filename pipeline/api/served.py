@@ -9,7 +9,7 @@ from itertools import chain
 from pipeline import checkpoint
 from pipeline.api.text import Text
 from pipeline.contract import Contract
-from pipeline.errors import ConfigError, ContextLengthError, ModelNotFoundError
+from pipeline.errors import ConfigError, ContextLengthError, InvalidParameterError, ModelNotFoundError
 from pipeline.settings import ApiSettings, ModelSettings
 
 
@@ -50,7 +50,7 @@ class Served:
 
 
 class Catalogue:
-    """The models by every name they have, the first of them for requests that name none."""
+    """The models by every name they have. A request may leave the name out where there is one model only."""
 
     def __init__(self, models: Sequence[Served]) -> None:
         """Raises ConfigError when two models share a name."""
@@ -65,7 +65,10 @@ class Catalogue:
         return self.all[0]
 
     def find(self, name: str | None) -> Served:
-        """Raises ModelNotFoundError."""
+        """Raises ModelNotFoundError, InvalidParameterError for none where several could be meant."""
+        if not name and len(self.all) > 1:
+            named = ", ".join(f"`{model.name}`" for model in self.all)
+            raise InvalidParameterError("model", f"`model` is missing, and several are served here: {named}.")
         if not name:
             return self.default
         if name not in self._by_name:

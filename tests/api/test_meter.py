@@ -110,6 +110,7 @@ async def test_a_refusal(model: Served, error: CrossfillError, lost: int) -> Non
     assert found["requests_total/tiny/refused"] == 1
     assert found[f"request_errors_total/{error.code}"] == 1
     assert found.get("broker_errors_total", 0) == lost
+    assert "prompt_tokens_total/tiny" not in found
     assert "request_duration_seconds_count/tiny" not in found
 
 

@@ -52,13 +52,33 @@ async def test_each_model_answers_by_its_names(both: httpx.AsyncClient, backend:
     backend.scripts = [steps([EOS], "stop")]
     cards = (await both.get("/v1/models")).json()["data"]
     assert [card["id"] for card in cards] == ["tiny", "org/other"]
-    for asked in (None, "tiny", "small", "org/other", "gpt-4o"):
+    for asked in ("tiny", "small", "org/other", "gpt-4o"):
         answer = await both.post("/v1/chat/completions", json={**chat(), "model": asked})
         assert answer.json()["model"] == backend.models[-1]
-    assert backend.models == ["tiny", "tiny", "tiny", "org/other", "org/other"]
-    assert [request.sampling.stop_token_ids for request in backend.requests] == [(EOS,)] * 3 + [(5,)] * 2
+    assert backend.models == ["tiny", "tiny", "org/other", "org/other"]
+    assert [request.sampling.stop_token_ids for request in backend.requests] == [(EOS,)] * 2 + [(5,)] * 2
     answer = await both.post("/v1/completions", json={"model": "third", "prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}])
+async def test_a_request_may_leave_the_name_out_where_there_is_one_model(
+    client: httpx.AsyncClient, both: httpx.AsyncClient, backend: FakeBackend, named: dict[str, str | None]
+) -> None:
+    backend.scripts = [steps([EOS], "stop")]
+    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}, "/tokenize": {"prompt": "a"}}
+    asked["/v1/chat/completions"] = {"messages": chat()["messages"]}
+    for path, body in asked.items():
+        assert (await client.post(path, json=body | named)).status_code == 200
+        answer = await both.post(path, json=body | named)
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": "`model` is missing, and several are served here: `tiny`, `org/other`.",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "invalid_value",
+        }
+    assert backend.models == ["tiny"] * 3
 
 
 async def test_ready_while_one_of_two_can_be_served(both: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -82,7 +102,7 @@ def test_every_model_of_the_settings_is_loaded(checkpoint: Path, tmp_path: Path)
     found = served.load(asked, CREATED)
     assert [(model.name, model.aliases) for model in found.all] == [("tiny-llama", ("a",)), ("two", ("b",))]
     assert found.find("b").contract.layers == 3
-    assert found.find(None) is found.find("a")
+    assert found.find("tiny-llama") is found.find("a")
     with pytest.raises(ConfigError, match="is not a directory"):
         served.load(settings(checkpoint, models=[{"model": tmp_path / "none"}]), CREATED)
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline.api import schemas
 from tests.api.conftest import EOS, chat
 from tests.api.fake import FakeBackend, steps
 
@@ -167,6 +168,13 @@ async def test_what_cannot_be_done_is_refused_by_name(
 async def test_what_the_other_endpoint_has(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
     body = chat(**fields) if path == CHAT else {"prompt": "a", **fields}
     assert await refused(client, path, body) == (next(iter(fields)), UNSUPPORTED)
+
+
+async def test_every_name_of_the_table_is_refused(client: httpx.AsyncClient) -> None:
+    for path, body, own in ((CHAT, chat(), schemas._CHAT_INERT), (TEXT, {"prompt": "a"}, schemas._TEXT_INERT)):
+        for name in {**schemas._INERT, **own}.keys() - body.keys():
+            asked = {**body, name: {"odd": 1}}
+            assert await refused(client, path, asked) == (name, UNSUPPORTED)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -17,19 +17,21 @@ import pytest
 from openai import OpenAI
 
 from tests.clients.question import LIMITS, QUESTION, ROUTE, SCHEMA, TOOL
+from tests.scenarios.speech import Speech
 from tests.scenarios.system import System
 
 pytestmark = [pytest.mark.processes, pytest.mark.real_model, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients"
 SCRIPTS = ROOT / "tests" / "clients"
+BOTH_WAYS = ("vllm->mlx", "mlx->vllm")
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 
 def present(path: Path) -> Path:
     if not path.exists():
         if os.environ.get("CROSSFILL_REQUIRE_CLIENTS"):
-            pytest.fail(f"{path} is missing: make env-clients")
+            pytest.fail(f"{path} is missing: remove {CLIENTS}, then make env-clients")
         pytest.skip("the clients are not installed (make env-clients)")
     return path
 
@@ -99,8 +101,8 @@ def test_llamaindex(real: System) -> None:
 
 def test_node(real: System) -> None:
     able(real, "grammar")
+    node = shutil.which("node") or pytest.skip("node is not installed: its client is left out")
     sdk = present(CLIENTS / "node")
-    node = shutil.which("node") or pytest.skip("node is not installed")
     argv = [node, SCRIPTS / "use_openai.mjs", f"{real.url}/v1", real.model, sdk]
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -175,22 +177,11 @@ def test_openai_python_responses(client: Any, real: System) -> None:
     real.settled()
 
 
-def test_openai_python_text_equals_its_stream_byte_for_byte(client: Any, real: System) -> None:
-    """Sampled text of an unsure model: every script and emoji may come, and the last token may end inside one."""
-    faces = ["\N{GRINNING FACE}", "\N{ROCKET}", "漢字", "नमस्ते"]
-    for seed, word in enumerate(faces):
-        common: Any = {
-            "model": real.model,
-            "prompt": f"{word * 6}",
-            "max_tokens": 12 + seed,
-            "temperature": 1.3,
-            "seed": seed,
-            "stop": [word[-1] * 3],
-        }
-        whole = client.completions.create(**common)
-        parts = list(client.completions.create(stream=True, **common))
-        assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-        assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+@pytest.mark.parametrize("route", BOTH_WAYS if os.environ.get("CROSSFILL_REQUIRE_CLIENTS") else BOTH_WAYS[:1])
+def test_a_stream_is_the_whole_answer_byte_for_byte(real: System, route: str) -> None:
+    """Emoji and scripts of several tokens a character, a stop across them, an end inside one."""
+    able(real, "grammar", "logprobs")
+    Speech(real.http, real.model, route).check(seeds=(1,), cuts=(2, 3, 4))
     real.settled()
 
 
