@@ -195,14 +195,18 @@ class FrameReader:
         self._ended = False
 
     def header(self, data: bytes) -> Header:
-        """Check everything that needs no payload. The state does not move: asking twice is harmless."""
+        """`check` of what is decoded."""
         header = decode(data)
+        self.check(header)
+        return header
+
+    def check(self, header: Header) -> None:
+        """Everything that needs no payload. The state does not move: asking twice is harmless."""
         require(not self._ended, "frame", "none after the last", header.kind.name)
         require(header.handoff_id == self.handoff_id, "handoff id", self.handoff_id, header.handoff_id)
         require(header.attempts == self.attempts, "attempts", self.attempts, header.attempts)
         self._require_place(header)
         self._CHECKS[header.kind](self, header)
-        return header
 
     def open(self, header: Header) -> None:
         self._advance(header, Kind.OPEN)

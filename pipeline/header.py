@@ -38,6 +38,9 @@ class Kind(IntEnum):
     ABORT = 4
 
 
+_KINDS = frozenset(Kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """One parsed header. `index` is the page's index in the prompt, for COMMIT the number of pages sent."""
@@ -103,7 +106,7 @@ def decode(data: bytes) -> Header:
     require(body_bytes == len(data) - MIN_HEADER_BYTES, "size of body", len(data) - MIN_HEADER_BYTES, body_bytes)
     (seal,) = _DIGEST.unpack_from(data, len(data) - _DIGEST.size)
     require(seal == xxhash.xxh3_64_intdigest(data[: -_DIGEST.size]), "digest of header", "its bytes", "another")
-    require(kind in list(Kind), "kind", "1..4", kind)
+    require(kind in _KINDS, "kind", "1..4", kind)
     require(flags == 0 and reserved == 0, "flags", 0, flags or reserved)
     body = data[_FIXED.size : -_DIGEST.size]
     place = (Kind(kind), codec_id, handoff.hex(), Attempts(prefill, decode_), sequence)

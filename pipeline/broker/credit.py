@@ -17,16 +17,17 @@ from redis.exceptions import NoScriptError, RedisError
 
 from pipeline.broker import keys
 from pipeline.broker.connect import translate
-from pipeline.broker.payload import Link, Word, command, store
+from pipeline.broker.payload import Call, Link, Word, command, store
 from pipeline.broker.scripts import Scripts, source
 from pipeline.budget import SHARE_DIVISOR, WAITER_LEASE_MS, Answer
 from pipeline.codec import Buffer
 from pipeline.errors import BudgetTooSmallError, StaleAttemptError
 from pipeline.handoff import Attempts
 from pipeline.header import require_handoff_id, require_identity
-from pipeline.settings import BrokerSettings
+from pipeline.settings import MIB, BrokerSettings
 
 T = TypeVar("T")
+GROUP_BYTES = MIB  # pages of so much payload share one step of the ledger's: small pages cost no more than large ones
 _HEALS = 10  # a server whose scripts are flushed may lose them again between two of our steps
 _BUDGET_KEYS = [
     keys.BUDGET_TOTAL,
@@ -36,6 +37,7 @@ _BUDGET_KEYS = [
     keys.BUDGET_HELD,
     keys.BUDGET_WANTS,
 ]
+_SCRIPTS: dict[str, list[str]] = {"reserve": [keys.BUDGET_ARRIVALS], "header": [], "imported": []}  # further keys
 
 
 class BudgetGauges(NamedTuple):
@@ -110,19 +112,26 @@ class Credit:
         self.link = Link(client, check)
         self._client = client
         self._settings = settings
-        self._shas = {name: client.register_script(source(name)).sha for name in ("reserve", "header", "imported")}
         self._ttl_ms = int(settings.handoff_ttl_s * 1000)
-        self._common = _arguments(handoff_id, lease_ms(settings))
+        self._pair = str(attempts)
+        self._payload_prefix = self.names.payload_prefix + self._pair
+        common = _arguments(handoff_id, lease_ms(settings))
+        self._scripts = {
+            name: _call(client, name, [*_BUDGET_KEYS, *more_keys], common) for name, more_keys in _SCRIPTS.items()
+        }
 
     def payload_key(self, sequence: int) -> str:
-        return self.names.payload(str(self.attempts), sequence)
+        return f"{self._payload_prefix}.{sequence}"
 
     def exchange(self, frames: Sequence[Outgoing], wanted: Sequence[int], size: int) -> tuple[Sent, Grant]:
         """One round trip: `frames` go, each payload before its header, and `size` bytes for each of `wanted` are asked
         for. Asking or sending again changes nothing. Raises BudgetTooSmallError when no credit can hold `size`."""
-        calls = [*map(self._frame, frames), *([self._wish(wanted, size)] if wanted else [])]
-        replies = self._run([part for call in calls for part in call], sum(map(_replies, frames)) + bool(wanted))
-        sent = self._sent(frames, replies)
+        groups = list(_groups(frames))
+        parts = [part for group in groups for part in self._group(group)]
+        if wanted:
+            parts.append(self._wish(wanted, size))
+        replies = self._run(parts, sum(map(_replies, groups)) + bool(wanted))
+        sent = self._sent(groups, replies)
         return sent, self._grant(replies[-1], size) if wanted else Grant(0, None)
 
     def reserve(self, sequence: int, size: int) -> bool:
@@ -139,15 +148,15 @@ class Credit:
     def give_back(self, sequences: Sequence[int]) -> None:
         """These pages are in the engine, or are given up: payload, credit and header entry go. Once is enough."""
         if sequences:
-            for reply in self._run([self.returning(sequence) for sequence in sequences], len(sequences)):
-                self._require(reply)
+            self._require(*self._run([self.returning(sequences)], 1))
 
-    def returning(self, sequence: int) -> bytes:
+    def returning(self, sequences: Sequence[int]) -> bytes:
         """The command of `give_back`."""
-        return self._script("imported", [self._field(sequence), entry_id(self.attempts, sequence)])
+        each = [(self._field(sequence), entry_id(self.attempts, sequence)) for sequence in sequences]
+        return self._script("imported", [word for words in each for word in words])
 
     def fetch(self, sequence: int, target: memoryview) -> memoryview:
-        """A payload; empty when it is gone. Raises FrameError when it does not fit: nobody can make us allocate more."""
+        """A payload; empty when it is gone. Raises FrameError where it does not fit: nobody makes us allocate more."""
         return next(self.fetch_all([(sequence, target)]))
 
     def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
@@ -183,27 +192,33 @@ class Credit:
         value = self._require(reply)
         return value.decode() if value else None
 
-    def _frame(self, frame: Outgoing) -> list[Buffer]:
-        key, ttl_ms = self.payload_key(frame.sequence), lease_ms(self._settings)
-        entry, field = entry_id(self.attempts, frame.sequence), self._field(frame.sequence)
-        header: list[Word] = [str(self.attempts), entry, frame.header, len(frame.payload), field, self._ttl_ms]
-        stored = store(key, frame.payload, ttl_ms) if frame.payload else []
-        return [*stored, self._script("header", [*header, 0 if frame.anywhere else 1])]
+    def _group(self, frames: Sequence[Outgoing]) -> list[Buffer]:
+        """All payloads, then all headers."""
+        parts: list[Buffer] = []
+        args: list[Word] = [self._pair, self._ttl_ms]
+        for sequence, header, payload, anywhere in frames:
+            if payload:
+                parts += store(self.payload_key(sequence), payload, lease_ms(self._settings))
+            entry = entry_id(self.attempts, sequence)
+            args += [entry, header, len(payload), self._field(sequence), 0 if anywhere else 1]
+        return [*parts, self._script("header", args)]
 
-    def _sent(self, frames: Sequence[Outgoing], replies: list[Any]) -> Sent:
-        at = 0
-        for count, frame in enumerate(frames):
-            stored, answer = replies[at], replies[at + _replies(frame) - 1]
-            status = self._current(self._require(answer))
-            if status != "ok":
-                return Sent(count, stored if isinstance(stored, Exception) else status)
-            at += _replies(frame)
-        return Sent(len(frames), None)
+    def _sent(self, groups: Sequence[Sequence[Outgoing]], replies: list[Any]) -> Sent:
+        number = at = 0
+        for group in groups:
+            *stored, answer = replies[at : at + _replies(group)]
+            count, status = self._require(answer)
+            number += count
+            if (said := self._current(status)) != "ok":
+                refused = stored[_replies(group[:count]) - 1] if group[count].payload else None
+                return Sent(number, refused if isinstance(refused, Exception) else said)
+            at += _replies(group)
+        return Sent(number, None)
 
-    def _wish(self, wanted: Sequence[int], size: int) -> list[Buffer]:
+    def _wish(self, wanted: Sequence[int], size: int) -> bytes:
         budget = self._settings.budget_bytes
-        args: list[Word] = [str(self.attempts), size, budget, SHARE_DIVISOR, self._ttl_ms, *map(self._field, wanted)]
-        return [self._script("reserve", args, [keys.BUDGET_ARRIVALS])]
+        args: list[Word] = [self._pair, size, budget, SHARE_DIVISOR, self._ttl_ms, *map(self._field, wanted)]
+        return self._script("reserve", args)
 
     def _grant(self, reply: Any, size: int) -> Grant:
         if isinstance(reply, Exception):
@@ -215,11 +230,10 @@ class Credit:
         return Grant(count, None if answer is Answer.GRANTED else answer)
 
     def _field(self, sequence: int) -> str:
-        return f"{self.attempts}.{sequence}"
+        return f"{self._pair}.{sequence}"
 
-    def _script(self, name: str, args: Sequence[Word], more_keys: Sequence[str] = ()) -> bytes:
-        names = [*_BUDGET_KEYS, *more_keys]
-        return command("EVALSHA", self._shas[name], len(names), *names, *self._common, *args)
+    def _script(self, name: str, args: Sequence[Word]) -> bytes:
+        return self._scripts[name].command(*args)
 
     def _run(self, parts: Sequence[Buffer], count: int) -> list[Any]:
         """The `count` replies to `parts`, refusals as values. Sent once more when the connection broke, or the server
@@ -233,7 +247,7 @@ class Credit:
         for _ in range(_HEALS):
             if not any(isinstance(reply, NoScriptError) for reply in replies):
                 break
-            for name in self._shas:
+            for name in self._scripts:
                 repeated(self._client, partial(self._client.script_load, source(name)))
             replies = repeated(self._client, call)
         return replies
@@ -253,8 +267,23 @@ class Credit:
         return status
 
 
-def _replies(frame: Outgoing) -> int:
-    return 2 if frame.payload else 1
+def _groups(frames: Sequence[Outgoing]) -> Iterator[Sequence[Outgoing]]:
+    """`frames` in order, in groups that end where they have GROUP_BYTES of payload."""
+    begin = size = 0
+    for end, frame in enumerate(frames, 1):
+        size += len(frame.payload)
+        if size >= GROUP_BYTES or end == len(frames):
+            yield frames[begin:end]
+            begin, size = end, 0
+
+
+def _replies(group: Sequence[Outgoing]) -> int:
+    """One for each payload, one for all headers."""
+    return sum(1 for frame in group if frame.payload) + 1
+
+
+def _call(client: Redis, name: str, names: Sequence[str], common: Sequence[Word]) -> Call:
+    return Call("EVALSHA", client.register_script(source(name)).sha, len(names), *names, *common)
 
 
 def _field(fields: list[bytes], name: bytes) -> bytes:

@@ -40,6 +40,17 @@ def command(*words: Word) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(map(_word, words))
 
 
+class Call:
+    """Commands that begin with the same words, which are packed once."""
+
+    def __init__(self, *words: Word) -> None:
+        self._number = len(words)
+        self._packed = b"".join(map(_word, words))
+
+    def command(self, *words: Word) -> bytes:
+        return b"*%d\r\n%b%b" % (self._number + len(words), self._packed, b"".join(map(_word, words)))
+
+
 def store(key: str, payload: Buffer, ttl_ms: int) -> list[Buffer]:
     """SET key payload PX ttl_ms, the payload as it is."""
     head = b"*5\r\n" + _word("SET") + _word(key) + b"$%d\r\n" % len(payload)
@@ -64,7 +75,8 @@ class Link:
         self._patience_s = patience_s
         self._connection: Any = None
         self._socket: socket.socket | None = None
-        self._head = memoryview(bytearray(_HEAD_BYTES))
+        self._head = bytearray(_HEAD_BYTES)
+        self._view = memoryview(self._head)
         self._low = self._high = 0  # what of `_head` is not read yet
         self.due = 0  # replies that are still to be read
 
@@ -139,12 +151,12 @@ class Link:
             return self._socket.send(views[0]) if len(views[0]) else 0
         return self._socket.sendmsg(views)
 
-    def _receive(self, target: memoryview, flags: int = 0) -> int:
+    def _receive(self, targets: list[memoryview], flags: int = 0) -> int:
         assert self._socket is not None
-        if isinstance(self._socket, ssl.SSLSocket):
-            got = self._socket.recv_into(target)
+        if isinstance(self._socket, ssl.SSLSocket):  # TLS has no scatter receive
+            got = self._socket.recv_into(targets[0])
         else:
-            got = self._socket.recv_into(target, 0, flags)
+            got = self._socket.recvmsg_into(targets, 0, flags)[0]
         if not got:
             raise ConnectionResetError("the server closed the connection")
         return got
@@ -172,31 +184,31 @@ class Link:
 
     def _line(self) -> tuple[bytes, bytes]:
         """Kind and rest of one line."""
-        while True:
-            held = bytes(self._head[self._low : self._high])
-            if (end := held.find(b"\r\n")) >= 0:
-                self._low += end + 2
-                return held[:1], held[1:end]
-            if len(held) == _HEAD_BYTES:
-                raise self._failed("the server sent a line without an end")
-            self._head[: len(held)] = held
-            self._low, self._high = 0, len(held)
-            self._high += self._progress(self._receive, self._head[self._high :])
+        while (end := self._head.find(b"\r\n", self._low, self._high)) < 0:
+            self._fill()
+        line = bytes(self._view[self._low : end])
+        self._low = end + 2
+        return line[:1], line[1:]
+
+    def _fill(self) -> None:
+        held = self._high - self._low
+        if held == _HEAD_BYTES:
+            raise self._failed("the server sent a line without an end")
+        self._view[:held] = self._view[self._low : self._high]
+        self._low, self._high = 0, held
+        self._high += self._progress(self._receive, [self._view[held:]])
 
     def _bulk(self, target: memoryview, size: int) -> memoryview:
         """`size` bytes and their line end: what is in the head first, the rest straight into `target`."""
-        at = self._take(target[:size])
-        while at < size:
-            at += self._progress(self._receive, target[at:size], socket.MSG_WAITALL)
-        end = memoryview(bytearray(2))
-        at = self._take(end)
-        while at < 2:
-            at += self._progress(self._receive, end[at:])
+        parts = _behind([target[:size], memoryview(bytearray(2))], 0)
+        while parts:
+            got = self._take(parts[0]) or self._progress(self._receive, parts, socket.MSG_WAITALL)
+            parts = _behind(parts, got)
         return target[:size]
 
     def _take(self, target: memoryview) -> int:
         count = min(len(target), self._high - self._low)
-        target[:count] = self._head[self._low : self._low + count]
+        target[:count] = self._view[self._low : self._low + count]
         self._low += count
         return count
 

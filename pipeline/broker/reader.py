@@ -1,7 +1,8 @@
 """PageReader: D's end of a transfer. A thread receives and verifies the next pages while the caller imports the last.
 
-The credit of a page goes back only when the engine has it. Pages lie in a few buffers that are used again and again,
-so what is received ahead is bounded. Everything that blocks does so in slices of 250 ms with `check()` between them.
+The credit of a page goes back only when the engine has it; pages that are ready one after the other give theirs back
+together, about a megabyte at a time. Pages lie in a few buffers that are used again and again, so what is received
+ahead is bounded. Everything that blocks does so in slices of 250 ms with `check()` between them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline.broker.connect import translate
-from pipeline.broker.credit import Credit, entry_id
+from pipeline.broker.credit import GROUP_BYTES, Credit, entry_id
 from pipeline.broker.payload import SLICE_S
 from pipeline.broker.writer import ahead
 from pipeline.errors import DeadlineError, FrameError, PageMissingError, StaleAttemptError
@@ -61,7 +62,9 @@ class PageReader:
         self._check = check
         self._current: Received | None = None
         self._credit = credit(check)
-        self._unanswered: int | None = None  # a give-back whose reply has not been read
+        self._returned: list[int] = []  # in the engine, their credit not yet given back
+        self._returned_bytes = 0
+        self._unanswered: list[int] = []  # given back, the reply has not been read
         self._closing = threading.Event()
         self._receiver = _Receiver(credit(self._require_open), frames, self._closing, when_idle)
         self._thread = threading.Thread(target=self._receiver.run, name=f"receive-{frames.handoff_id[:8]}", daemon=True)
@@ -81,6 +84,7 @@ class PageReader:
             self._receiver.items.put(item)  # asked again, it says the same
             raise item
         if isinstance(item, Commit):
+            self._give_back()
             self._settle()
             return item
         self._current = item
@@ -88,18 +92,16 @@ class PageReader:
         return item.page
 
     def imported(self) -> None:
-        """The page just read is in the engine: its payload and credit go, and its buffer is used again."""
+        """The page just read is in the engine: its buffer is used again; its payload and credit go, at the latest when
+        the next page has to be waited for."""
         if self._current is None:
             raise RuntimeError("no page to import")
         received, self._current = self._current, None
         self._receiver.free.put(received.buffer)
-        self._settle()  # the reply to the one before came while the engine worked
-        self._unanswered = received.sequence
-        with translate(self._client):
-            try:
-                self._credit.link.send([self._credit.returning(received.sequence)], 1)
-            except RedisConnectionError:
-                self._settle()
+        self._returned.append(received.sequence)
+        self._returned_bytes += received.size
+        if self._returned_bytes >= GROUP_BYTES:
+            self._give_back()
 
     def close(self) -> None:
         """End the thread, whatever it waits for, and let the connections go. Idempotent."""
@@ -110,6 +112,8 @@ class PageReader:
         self._credit.link.close()
 
     def _next(self, timeout_s: float) -> Received | Commit | Exception:
+        if self._receiver.items.empty():
+            self._give_back()
         deadline = time.monotonic() + timeout_s
         while True:
             self._check()
@@ -120,10 +124,22 @@ class PageReader:
                 if left_s <= 0:
                     raise DeadlineError("no page came in time: is the prefill worker alive?") from None
 
+    def _give_back(self) -> None:
+        """Without waiting for the reply: it comes while the engine works."""
+        if not self._returned:
+            return
+        self._settle()
+        self._unanswered, self._returned, self._returned_bytes = self._returned, [], 0
+        with translate(self._client):
+            try:
+                self._credit.link.send([self._credit.returning(self._unanswered)], 1)
+            except RedisConnectionError:
+                self._settle()
+
     def _settle(self) -> None:
         """Read the reply to the last give-back; without one it is given back once more, which changes nothing."""
-        sequence, self._unanswered = self._unanswered, None
-        if sequence is None:
+        sequences, self._unanswered = self._unanswered, []
+        if not sequences:
             return
         with translate(self._client):
             try:
@@ -131,7 +147,7 @@ class PageReader:
             except RedisConnectionError:
                 reply = None
         if not isinstance(reply, int):
-            self._credit.give_back([sequence])
+            self._credit.give_back(sequences)
 
     def _require_open(self) -> None:
         if self._closing.is_set():
@@ -155,9 +171,9 @@ class _Receiver:
         self._frames = frames
         self._closing = closing
         self._when_idle = when_idle
-        self._backlog: deque[tuple[bytes, bytes]] = deque()  # (entry id, header)
+        self._backlog: deque[tuple[bytes, Header | FrameError]] = deque()  # (entry id, what is in it, unchecked)
         self._last = "0-0"
-        self._own = entry_id(frames.attempts, 0).encode().split(b"-")[0]
+        self._own = entry_id(frames.attempts, 0).encode()[:-1]  # up to the sequence
 
     def run(self) -> None:
         try:
@@ -197,7 +213,7 @@ class _Receiver:
             self._require_fence()
             return
         self._last = found[-1][0].decode()
-        self._backlog.extend(found)
+        self._backlog.extend((entry, _decoded(data)) for entry, data in found)
 
     def _require_fence(self) -> None:
         """Nothing came: is the transfer still ours?"""
@@ -208,24 +224,23 @@ class _Receiver:
             raise StaleAttemptError(f"attempt {self._frames.attempts} was replaced by {fence}")
 
     def _pages_ahead(self) -> list[Header]:
-        """What the next headers seem to be, while they are pages; unchecked: only to fetch."""
+        """The next headers while they seem to be pages; unchecked: only to fetch."""
         found = []
-        for _, data in self._backlog:
-            try:
-                header = decode(data)
-            except FrameError:
-                break
-            if header.kind is not Kind.PAGE:
+        for _, header in self._backlog:
+            if isinstance(header, FrameError) or header.kind is not Kind.PAGE:
                 break
             found.append(header)
         return found
 
     def _header(self) -> Header:
         """The next one, checked."""
-        entry, data = self._backlog[0]
-        if entry.split(b"-")[0] != self._own:
+        entry, header = self._backlog[0]
+        if not entry.startswith(self._own):
             raise StaleAttemptError("a newer attempt writes this handoff")
-        return self._frames.header(data)
+        if isinstance(header, FrameError):
+            raise header
+        self._frames.check(header)
+        return header
 
     def _receive(self, headers: list[Header]) -> None:
         """As many of these pages as there are buffers for, asked for at once."""
@@ -269,3 +284,11 @@ class _Receiver:
                 elif self._closing.is_set():
                     raise _ClosedError from None
         return found
+
+
+def _decoded(data: bytes) -> Header | FrameError:
+    """What is wrong with a header counts only when its turn comes."""
+    try:
+        return decode(data)
+    except FrameError as error:
+        return error
