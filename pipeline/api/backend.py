@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from pipeline import routing
 from pipeline.api.relay import Model
 from pipeline.api.router import Chosen, Router
 from pipeline.broker import connect, queue, stream
-from pipeline.broker.channel import TokenEntry, TokenHub, TokenReader
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
+from pipeline.broker.hub import Listener, TokenHub, TokenReader
 from pipeline.broker.janitor import Janitor
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
@@ -183,20 +183,18 @@ class BrokerSubmission:
         self._id = handoff_id
         self._chosen = chosen
         self._router = router
-        self._finished = False
+        self._stopped = False
         self._trace: dict[str, Any] | None = None
 
-    async def __aiter__(self) -> AsyncIterator[TokenEntry]:
-        async for entry in self._reader:
-            self._finished = entry.last and entry.error is None
-            yield entry
+    def listen(self, listener: Listener) -> None:
+        self._reader.listen(listener)
 
     async def cancel(self, reason: str) -> None:
         await to_thread.run_sync(self._ledger.cancel, self._id, reason)
 
     async def stop(self) -> bool:
-        self._finished = await to_thread.run_sync(self._ledger.stop, self._id)
-        return self._finished
+        self._stopped = await to_thread.run_sync(self._ledger.stop, self._id)
+        return self._stopped
 
     async def trace(self) -> dict[str, Any] | None:
         self._trace = await to_thread.run_sync(self._ledger.trace, self._id)
@@ -210,7 +208,7 @@ class BrokerSubmission:
     def _settle(self) -> None:
         """What has ended well teaches the router; then it is forgotten."""
         try:
-            wanted = self._finished and self._router.learns
+            wanted = (self._stopped or self._reader.finished) and self._router.learns
             if wanted and (trace := self._trace or self._ledger.trace(self._id)):
                 self._router.learn(self._chosen, trace)
         finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyio import to_thread
 
 from pipeline import log, tracing
-from pipeline.api.relay import Backend, Entry, Model, Submission
+from pipeline.api.relay import Backend, Entry, Listener, Model, Submission
 from pipeline.errors import BrokerError, CrossfillError
 from pipeline.metrics import Metrics
 from pipeline.request import Request
@@ -83,7 +83,7 @@ class MeteredBackend:
 class MeteredSubmission:
     """One handoff in flight, counted once when it ends: by its last entry, a stop string, a cancel or its close.
 
-    Whoever iterates, cancels or closes does so in a task for this handoff alone: its log lines are about it.
+    Whoever stops, cancels or closes does so in a task for this handoff alone: its log lines are about it.
     """
 
     def __init__(self, inner: Submission, watch: Stopwatch, handoff_id: str) -> None:
@@ -91,11 +91,13 @@ class MeteredSubmission:
         self._watch = watch
         self._id = handoff_id
 
-    async def __aiter__(self) -> AsyncIterator[Entry]:
-        log.now_about(self._id)
-        async for entry in self._inner:
-            self._watch.see(entry)
-            yield entry
+    def listen(self, listener: Listener) -> None:
+        def hear(heard: Entry | Exception) -> None:
+            if not isinstance(heard, Exception):
+                self._watch.see(heard)
+            listener(heard)
+
+        self._inner.listen(hear)
 
     async def cancel(self, reason: str) -> None:
         log.now_about(self._id)
@@ -103,10 +105,12 @@ class MeteredSubmission:
         await self._inner.cancel(reason)
 
     async def stop(self) -> bool:
+        log.now_about(self._id)
         self._watch.end("finished")
         return await self._inner.stop()
 
     async def trace(self) -> dict[str, Any] | None:
+        log.now_about(self._id)
         return await self._inner.trace()
 
     async def close(self) -> None:

@@ -1,16 +1,18 @@
 """Relay: one client request, its handoffs (one per prompt, for all its samples) and the text events that come back.
 
-Rules: (1) every handoff is read as fast as it comes, however slow the client is; the queue is bounded by
+Rules: (1) every handoff is read as fast as it comes, however slow the client is; what waits is bounded by
 `max_tokens`. (2) Closing before the end cancels what is still running.
-(3) A failure is raised from `next`, never turned into a finish.
+(3) A failure is raised from `next`, never turned into a finish. (4) An entry becomes text in the call that tells of it;
+the one task that an answer has is woken for the client's sake only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -18,7 +20,7 @@ import anyio
 from pipeline.api.errors import Problem, ProblemError, sanitise
 from pipeline.api.output import Output, Piece, Told
 from pipeline.contract import Contract
-from pipeline.errors import BrokerError, CrossfillError, InvalidParameterError, UnsupportedFeatureError
+from pipeline.errors import CrossfillError, InvalidParameterError, UnsupportedFeatureError
 from pipeline.logprob import TokenLogprob
 from pipeline.request import Request
 from pipeline.routing import Wish
@@ -70,10 +72,16 @@ class Model(Protocol):
     def contract(self) -> Contract: ...
 
 
+Listener = Callable[[Entry | Exception], None]
+
+
 class Submission(Protocol):
     """One handoff in flight."""
 
-    def __aiter__(self) -> AsyncIterator[Entry]: ...
+    def listen(self, listener: Listener) -> None:
+        """`listener` is called with each entry as it comes, on the event loop, up to and with the last; or with the
+        error that ends it. It must not raise."""
+        ...
 
     async def cancel(self, reason: str) -> None:
         """Ask for the end; the rest of the entries is not wanted."""
@@ -148,6 +156,7 @@ class Prompt:
     trace: dict[str, Any] | None = None
     submission: Submission | None = field(default=None, repr=False)
     ended: bool = False  # D has said its last word, or was told that stop strings ended every sample
+    over: bool = False  # what D still says is not wanted
 
     @property
     def finishes(self) -> list[str | None]:
@@ -165,9 +174,10 @@ class Relay:
         self._backend = backend
         self._wish = wish
         self._traced = traced
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events: list[Event | Exception] = []  # not yet returned
+        self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
-        self._readers: list[asyncio.Task[None]] = []
+        self._finishers: list[asyncio.Task[None]] = []
         self._left = sum(len(prompt.outputs) for prompt in self.prompts)
         self._closing = False
 
@@ -191,10 +201,10 @@ class Relay:
     async def close(self) -> None:
         """Cancel what has not ended, forget what has. Not to be run by a task that a disconnect cancels."""
         self._closing = True
-        for reader in self._readers:
-            reader.cancel()
+        for finisher in self._finishers:
+            finisher.cancel()
         with anyio.move_on_after(_CLOSE_S, shield=True):
-            await asyncio.gather(*self._readers, return_exceptions=True)
+            await asyncio.gather(*self._finishers, return_exceptions=True)
         with anyio.move_on_after(_CLOSE_S, shield=True) as ending:
             await asyncio.gather(*(self._end(prompt) for prompt in self.prompts if prompt.submission))
         if ending.cancelled_caught:
@@ -205,42 +215,50 @@ class Relay:
 
         Raises what ended a handoff, once what came before it was returned.
         """
-        if self._failure is not None:
-            raise self._failure
-        if not (found := self._ready()) and self._failure is None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    found = [self._counted(await self._events.get())]
-            except TimeoutError:
-                return []
-        if not found:
-            assert self._failure is not None
+        if not self._events and self._failure is None:
+            await self._wait(timeout_s)
+        if not (found := self._ready()) and self._failure is not None:
             raise self._failure
         return found
 
+    async def _wait(self, timeout_s: float | None) -> None:
+        """For an event. By a bare timer: `asyncio.timeout` costs as much as all else that is done for a token."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _put(self, event: Event | Exception) -> None:
+        self._events.append(event)
+        self._wake()
+
     def _ready(self) -> list[Event]:
+        events, self._events = self._events, []
         found: list[Event] = []
-        while not self._events.empty():
-            event = self._events.get_nowait()
+        for event in events:
             if isinstance(event, Exception):
                 self._failure = event
                 break
-            found.append(self._counted(event))
+            self._left -= event.finish is not None
+            found.append(event)
         return found
-
-    def _counted(self, event: Event | Exception) -> Event:
-        if isinstance(event, Exception):
-            raise event
-        self._left -= event.finish is not None
-        return event
 
     async def _begin(self, first: int, prompt: Prompt) -> None:
         for index, finish in enumerate(prompt.finishes):
             if prompt.echo or prompt.request is None:
-                self._events.put_nowait(Event(first + index, prompt.echo, finish))
+                self._put(Event(first + index, prompt.echo, finish))
         if prompt.request is not None:
             prompt.submission = await self._submit(prompt.request, prompt.params)
-            self._readers.append(asyncio.create_task(self._read(first, prompt, prompt.submission)))
+            prompt.submission.listen(partial(self._hear, first, prompt))
 
     async def _submit(self, request: Request, params: Mapping[str, str]) -> Submission:
         """Raises what the backend does; a feature that no engine has is named as the client knows it."""
@@ -251,25 +269,29 @@ class Relay:
             message = str(error).replace(f"`{error.feature}`", f"`{param}`")
             raise InvalidParameterError(param, message, code=error.reason) from error
 
-    async def _read(self, first: int, prompt: Prompt, submission: Submission) -> None:
+    def _hear(self, first: int, prompt: Prompt, heard: Entry | Exception) -> None:
+        if self._closing or prompt.over:
+            return
         try:
-            async for entry in submission:
-                if self._closing:  # before Python 3.12 `asyncio.wait_for` swallows a cancel that meets its result
-                    return
-                output = prompt.outputs[entry.sample]
-                if output.finish and not entry.error:  # a stop string ended this sample, D goes on for its siblings
-                    prompt.ended = entry.last
-                    continue
-                piece = self._take(prompt, output, entry)
-                over = all(each.finish for each in prompt.outputs)
-                if over:
-                    await self._finish(prompt, entry, submission)
-                self._events.put_nowait(Event(first + entry.sample, piece.text, output.finish, piece.tokens))
-                if over:
-                    return
-            raise BrokerError("the token channel closed before the answer had ended")
+            if isinstance(heard, Exception):
+                raise heard
+            self._tell(first, prompt, heard)
         except Exception as error:
-            self._events.put_nowait(error)
+            prompt.over = True
+            self._put(error)
+
+    def _tell(self, first: int, prompt: Prompt, entry: Entry) -> None:
+        output = prompt.outputs[entry.sample]
+        if output.finish and not entry.error:  # a stop string ended this sample, D goes on for its siblings
+            prompt.ended = entry.last
+            return
+        piece = self._take(prompt, output, entry)
+        event = Event(first + entry.sample, piece.text, output.finish, piece.tokens)
+        prompt.over = output.finish is not None and all(each.finish for each in prompt.outputs)
+        if prompt.over and (self._traced or not entry.last or entry.held_tokens is None):
+            self._finishers.append(asyncio.create_task(self._finish(prompt, entry, event)))
+        else:
+            self._put(event)
 
     def _take(self, prompt: Prompt, output: Output, entry: Entry) -> Piece:
         if entry.error is not None:
@@ -279,16 +301,22 @@ class Relay:
         prompt.cached_tokens = entry.held_tokens or prompt.cached_tokens
         return output.feed(entry.token_ids, entry.finish, entry.logprobs)
 
-    async def _finish(self, prompt: Prompt, entry: Entry, submission: Submission) -> None:
+    async def _finish(self, prompt: Prompt, entry: Entry, event: Event) -> None:
+        """What is owed before the last event of a prompt is told: D's end, and what the ledger knows of it."""
+        assert prompt.submission is not None
         try:
             if not entry.last:  # ours: D does not know yet
                 # Refused where another D is about to take over: it is cancelled then.
-                prompt.ended = await submission.stop()
+                prompt.ended = await prompt.submission.stop()
             if self._traced or entry.held_tokens is None:
-                prompt.trace = await submission.trace()
+                prompt.trace = await prompt.submission.trace()
                 prompt.cached_tokens = prompt.cached_tokens or (prompt.trace or {}).get("reused_tokens", 0)
         except CrossfillError as error:  # the answer is complete all the same
             _log.warning("end of a handoff not settled: %s", error)
+        except Exception as error:
+            self._put(error)
+            return
+        self._put(event)
 
     async def _end(self, prompt: Prompt) -> None:
         assert prompt.submission is not None

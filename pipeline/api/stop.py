@@ -22,12 +22,14 @@ class StopMatcher:
 
     def feed(self, piece: str) -> str:
         """Text that may leave now. After a match: the text before the stop (and the stop, when included)."""
+        if not self._stops:
+            return piece
         text = self._held + piece
         if found := self._find(text):
             at, self.matched = found
             self._held = ""
             return text[: at + len(self.matched) if self._include else at]
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

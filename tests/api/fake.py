@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.api.relay import Model
+from pipeline.api.relay import Entry, Listener, Model, Submission
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.errors import CrossfillError
 from pipeline.request import Request
 from pipeline.routing import Wish
 
-
-class Swallow:
-    """A wait whose cancellation gets lost, as that of `asyncio.wait_for` can before Python 3.12."""
-
-
-Step = TokenEntry | asyncio.Event | Exception | Swallow
+Step = TokenEntry | asyncio.Event | Exception
 
 
 def steps(token_ids: Sequence[int], finish: str | None = "length", size: int = 1, held: int = 0) -> list[Step]:
@@ -38,7 +32,8 @@ def failure(code: str = "engine_failed", message: str = "boom", *, retryable: bo
 
 
 class FakeSubmission:
-    """Yields entries; an event in the script is waited for, an exception raised."""
+    """Tells entries, one in each turn of the loop, even after its end; an event in the script is waited for, an
+    exception told."""
 
     def __init__(self, script: Sequence[Step], log: list[Any]) -> None:
         self._script = script
@@ -46,19 +41,17 @@ class FakeSubmission:
         self.read = 0
         self.closed = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncIterator[TokenEntry]:
+    def listen(self, listener: Listener) -> None:
+        self.playing = asyncio.create_task(self._play(listener))
+
+    async def _play(self, listener: Listener) -> None:
         for step in self._script:
             if isinstance(step, asyncio.Event):
                 await step.wait()
-            elif isinstance(step, Exception):
-                raise step
-            elif isinstance(step, Swallow):
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.Event().wait()
-            else:
-                await asyncio.sleep(0)
-                self.read += 1
-                yield step
+                continue
+            await asyncio.sleep(0)
+            self.read += not isinstance(step, Exception)
+            listener(step)
 
     async def cancel(self, reason: str) -> None:
         self._log.append(("cancel", reason))
@@ -73,6 +66,23 @@ class FakeSubmission:
     async def close(self) -> None:
         self._log.append(("close",))
         self.closed.set()
+
+
+def told(submission: Submission) -> asyncio.Future[list[Entry]]:
+    """Every entry up to and with the last, listened to from now on; or the error that ended them."""
+    ended: asyncio.Future[list[Entry]] = asyncio.get_running_loop().create_future()
+    entries: list[Entry] = []
+
+    def hear(heard: Entry | Exception) -> None:
+        if isinstance(heard, Exception):
+            ended.set_exception(heard)
+            return
+        entries.append(heard)
+        if heard.last:
+            ended.set_result(entries)
+
+    submission.listen(hear)
+    return ended
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 from anyio import to_thread
 from redis import Redis
 
-from pipeline.api.backend import BrokerBackend, BrokerSubmission, _every
+from pipeline.api.backend import BrokerBackend, _every
 from pipeline.broker import queue
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
@@ -37,6 +37,7 @@ from pipeline.handoff import Event, State
 from pipeline.request import Request, Sampling
 from pipeline.routing import Wish
 from pipeline.settings import ApiSettings, BrokerSettings, Settings
+from tests.api.fake import told
 from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
@@ -95,16 +96,12 @@ def request(tokens: int = 3, max_tokens: int = 8) -> Request:
     return Request(secrets.token_hex(16), tuple(range(1, tokens + 1)), Sampling(max_tokens=max_tokens))
 
 
-async def read(submission: BrokerSubmission) -> list[TokenEntry]:
-    return [entry async for entry in submission]
-
-
 async def test_a_prompt_from_jobs_to_tokens(backend: BrokerBackend, client: Redis, ledger: Ledger) -> None:
     register(client, "mac", "mlx")
     register(client, "box", "vllm")
     asked = request()
     submission = await backend.submit(asked, Wish("vllm", "mlx"), MODEL)
-    reading = asyncio.create_task(read(submission))
+    reading = told(submission)
     [decode], [prefill] = (open_queue(client, name).get_jobs() for name in ("decode.mac", PREFILL))
     assert (decode.func_name, list(decode.args)) == (DECODE_JOB, [asked.handoff_id])
     assert (prefill.func_name, list(prefill.args)) == (PREFILL_JOB, [asked.handoff_id])

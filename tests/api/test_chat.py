@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pipeline.api.text import Text
-from pipeline.errors import CrossfillError, InvalidParameterError, NoReplicaError, OverloadedError
+from pipeline.errors import BrokerError, CrossfillError, InvalidParameterError, NoReplicaError, OverloadedError
 from pipeline.request import Sampling
 from pipeline.routing import Wish
 from tests.api.conftest import CREATED, EOS, chat
@@ -213,6 +213,13 @@ async def test_a_stop_string_ends_it(
     assert backend.log == [("stop",), ("close",)]
 
 
+async def test_a_broker_that_stays_away_is_a_failure(client: httpx.AsyncClient, backend: FakeBackend, ids: Ids) -> None:
+    backend.scripts = [[*steps(ids("ab"), None), BrokerError("away")]]
+    answer = await client.post("/v1/chat/completions", json=chat())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "broker_unavailable")
+    assert [entry[0] for entry in backend.log] == ["cancel", "close"]
+
+
 async def test_a_stop_string_that_the_ledger_refuses_cancels(
     client: httpx.AsyncClient, backend: FakeBackend, ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,15 +341,6 @@ async def test_a_failure_later_is_a_frame_and_never_a_finish(
         "[DONE]",
     ]
     assert [delta(frame)[1] for frame in found[:-2]] == [None] * (1 + len(ids("ab")))
-
-
-async def test_a_channel_that_ends_early_is_a_failure(
-    client: httpx.AsyncClient, backend: FakeBackend, ids: Ids
-) -> None:
-    backend.scripts = [steps(ids("ab"), None)]
-    answer = await client.post("/v1/chat/completions", json=chat())
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "broker_unavailable")
-    assert [entry[0] for entry in backend.log] == ["cancel", "close"]
 
 
 async def test_a_bug_says_nothing_of_itself(client: httpx.AsyncClient, backend: FakeBackend, ids: Ids) -> None:

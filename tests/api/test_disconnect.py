@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.api.conftest import chat
-from tests.api.fake import FakeBackend, Swallow, steps
+from tests.api.fake import FakeBackend, steps
 
 pytestmark = pytest.mark.anyio
 Ids = Callable[[str], list[int]]
@@ -87,15 +87,22 @@ async def test_after_some_tokens(app: FastAPI, backend: FakeBackend, ids: Ids, s
     assert "[DONE]" not in connection.text()
 
 
-async def test_a_cancellation_that_gets_lost(app: FastAPI, backend: FakeBackend, ids: Ids) -> None:
-    backend.scripts = [[Swallow(), *steps(ids("ab"), None), asyncio.Event()]]
-    connection = Connection(chat(stream=True))
+async def test_what_is_told_after_the_client_has_gone_is_not_heard(
+    app: FastAPI, backend: FakeBackend, ids: Ids
+) -> None:
+    """The entry that was on its way completes a stop string: nobody may tell the decoder so any more."""
+    late = asyncio.Event()
+    backend.scripts = [[*steps(ids("a"), None), late, *steps(ids("b"), None)]]
+    connection = Connection(chat(stream=True, stop="b"))
     call = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
     await begun(backend)
     await connection.arrived.wait()
     connection.gone.set()
     await call
-    assert backend.submissions[0].read == 1
+    late.set()
+    await backend.submissions[0].playing
+    await asyncio.sleep(0)
+    assert backend.submissions[0].read == len(ids("a")) + len(ids("b"))
     assert [entry[0] for entry in backend.log] == ["cancel", "close"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,7 +14,7 @@ from pipeline.errors import BrokerError, CrossfillError, OverloadedError
 from pipeline.metrics import Metrics
 from pipeline.request import Request, Sampling
 from pipeline.routing import Wish
-from tests.api.fake import FakeBackend, Step, failure
+from tests.api.fake import FakeBackend, Step, failure, told
 
 pytestmark = pytest.mark.anyio
 REQUEST = Request("a" * 32, (1, 2, 3), Sampling(max_tokens=4))
@@ -50,7 +52,7 @@ async def _submit(
 async def test_a_finished_answer(model: Served) -> None:
     script = (TokenEntry(0, (5,)), TokenEntry(1, (6, 7)), TokenEntry(3, (8,), "length", held_tokens=0))
     submission, metrics = await _submit(model, *script)
-    seen = [entry async for entry in submission]
+    seen = await told(submission)
     await submission.close()
     assert seen == [*script]
     assert _samples(metrics) == {
@@ -68,7 +70,7 @@ async def test_a_finished_answer(model: Served) -> None:
 
 async def test_a_failure_has_its_code_and_counts_once(model: Served) -> None:
     submission, metrics = await _submit(model, TokenEntry(0, (5,)), failure("worker_lost"))
-    assert len([entry async for entry in submission]) == 2
+    assert len(await told(submission)) == 2
     await submission.cancel("sibling")
     await submission.close()
     found = _samples(metrics)
@@ -83,7 +85,7 @@ async def test_a_cancel_is_no_failure(model: Served, end: str) -> None:
     cancelled = TokenEntry(0, (), error=ErrorInfo("cancelled", "x", retryable=False, http_status=499))
     submission, metrics = await _submit(model, cancelled)
     if end == "operator":
-        assert len([entry async for entry in submission]) == 1
+        assert len(await told(submission)) == 1
     elif end == "cancel":
         await submission.cancel("client-gone")
     await submission.close()
@@ -94,8 +96,11 @@ async def test_a_cancel_is_no_failure(model: Served, end: str) -> None:
 
 async def test_a_stop_string_is_a_finish(model: Served) -> None:
     submission, metrics = await _submit(model, TokenEntry(0, (5,)))
-    async for _ in submission:
-        assert await submission.stop() is True
+    heard: list[object] = []
+    submission.listen(heard.append)
+    while not heard:
+        await asyncio.sleep(0)
+    assert await submission.stop() is True
     await submission.close()
     assert _samples(metrics)["requests_total/tiny/finished"] == 1
 

@@ -1,0 +1,299 @@
+"""Tokens arrive once, in order, whatever the subscriber misses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Self
+from urllib.parse import urlsplit
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from pipeline.broker import keys
+from pipeline.broker.channel import TokenEntry
+from pipeline.broker.connect import connect_async
+from pipeline.broker.hub import Heard, TokenHub, TokenReader
+from pipeline.errors import BrokerError, PeerError
+from tests.proxy import Proxy
+
+ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
+
+
+def _append(client: Redis, handoff_id: str, entry: TokenEntry, publish: bool = True) -> None:
+    names = keys.HandoffKeys(handoff_id)
+    index = int(client.rpush(names.tokens, entry.encode())) - 1
+    if publish:
+        client.publish(names.notify, f"{index} {entry.encode()}")
+
+
+async def _read(url: str, handoff_id: str, write: Callable[[], None]) -> list[Heard]:
+    async with _opened(url) as hub, TokenReader(hub, handoff_id) as reader:
+        rest = _rest(reader)
+        await asyncio.to_thread(write)
+        return await rest
+
+
+@pytest.mark.parametrize("published", [lambda i: True, lambda i: i % 3 == 0, lambda i: False])
+def test_reader_gets_every_entry_once(redis_client: Redis, server_url: str, published: Callable[[int], bool]) -> None:
+    handoff_id = secrets.token_hex(16)
+
+    def write() -> None:
+        for i, entry in enumerate(ENTRIES):
+            _append(redis_client, handoff_id, entry, publish=published(i))
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_duplicates_and_late_messages_are_dropped(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+    names = keys.HandoffKeys(handoff_id)
+
+    def write() -> None:
+        for entry in ENTRIES:
+            _append(redis_client, handoff_id, entry)
+            redis_client.publish(names.notify, f"0 {ENTRIES[0].encode()}")
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_subscriber_connection_killed_mid_stream(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+
+    def write() -> None:
+        for i, entry in enumerate(ENTRIES):
+            if i == 20:
+                redis_client.client_kill_filter(_type="pubsub")
+            _append(redis_client, handoff_id, entry)
+
+    assert asyncio.run(_read(server_url, handoff_id, write)) == ENTRIES
+
+
+def test_two_readers_share_one_hub(redis_client: Redis, server_url: str) -> None:
+    ids = [secrets.token_hex(16) for _ in range(2)]
+
+    async def both() -> list[list[Heard]]:
+        async with _opened(server_url) as hub:
+
+            async def one(handoff_id: str) -> list[Heard]:
+                async with TokenReader(hub, handoff_id) as reader:
+                    for entry in ENTRIES:
+                        _append(redis_client, handoff_id, entry)
+                    return await _rest(reader)
+
+            return list(await asyncio.gather(*map(one, ids)))
+
+    assert asyncio.run(both()) == [ENTRIES, ENTRIES]
+
+
+class _Swallowing:
+    """A pub/sub connection that, like `asyncio.wait_for` before Python 3.12, may swallow a cancellation."""
+
+    is_connected = True
+
+    @property
+    def connection(self) -> Self:
+        return self
+
+    async def send_command(self, *args: str, check_health: bool) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+
+def test_a_cancelled_open_ends_although_the_client_library_swallows_it(server_url: str) -> None:
+    async def run() -> None:
+        client = AsyncRedis.from_url(server_url)
+        hub = TokenHub(client)
+        hub._pubsub = _Swallowing()  # type: ignore[assignment]
+        task = asyncio.create_task(hub.open("0" * 32, TokenReader(hub, "0" * 32)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert hub._readers == {}
+        await client.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_handoff_the_broker_has_lost_is_an_error_not_silence(redis_client: Redis, server_url: str) -> None:
+    handoff_id = secrets.token_hex(16)
+    redis_client.hset(keys.HandoffKeys(handoff_id).record, "state", "decoding")
+
+    def write() -> None:
+        _append(redis_client, handoff_id, ENTRIES[0])
+        redis_client.flushall()
+
+    with pytest.raises(BrokerError, match="lost this request"):
+        asyncio.run(_read(server_url, handoff_id, write))
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[TokenHub]:
+    async with connect_async(url) as client:
+        hub = TokenHub(client)
+        await hub.start()
+        try:
+            yield hub
+        finally:
+            await hub.close()
+
+
+def _rest(reader: TokenReader) -> asyncio.Future[list[Heard]]:
+    """Everything up to and with the last, listened to from now on; an error that ends it is raised."""
+    ended: asyncio.Future[list[Heard]] = asyncio.get_running_loop().create_future()
+    found: list[Heard] = []
+
+    def hear(heard: Heard) -> None:
+        found.append(heard)
+        if isinstance(heard, Exception):
+            ended.set_exception(heard)
+        elif heard.last:
+            ended.set_result(found)
+
+    reader.listen(hear)
+    return ended
+
+
+def test_garbage_on_the_channel_disturbs_nobody(redis_client: Redis, server_url: str) -> None:
+    """A message that is none ended the one task that reads for all of an API process."""
+
+    async def story() -> list[list[Heard]]:
+        async with _opened(server_url) as hub, TokenReader(hub, "h1") as one, TokenReader(hub, "h2") as two:
+            for message in (b"", b"x", b"-1 {}", b"\xff\xfe {}", b"9" * 30 + b" {}", b"7"):
+                redis_client.publish(keys.HandoffKeys("h1").notify, message)
+            for handoff_id in ("h1", "h2"):
+                for entry in ENTRIES:
+                    _append(redis_client, handoff_id, entry)
+            return [await _rest(one), await _rest(two)]
+
+    assert asyncio.run(story()) == [ENTRIES, ENTRIES]
+
+
+def test_a_broker_that_is_away_for_a_moment_costs_a_moment(redis_client: Redis, server_url: str) -> None:
+    """The reader's connections are cut and refused; the tokens of that time are read when they are back."""
+
+    async def story(hop: Proxy) -> list[Heard]:
+        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+            rest = _rest(reader)
+            _append(redis_client, "h1", ENTRIES[0])
+            hop.cut()
+            for entry in ENTRIES[1:]:
+                _append(redis_client, "h1", entry)
+            while hop.refused < 2:
+                await asyncio.sleep(0.01)
+            hop.mend()
+            return await rest
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == ENTRIES
+
+
+def test_a_broker_that_stays_away_is_an_error(redis_client: Redis, server_url: str) -> None:
+    async def story(hop: Proxy) -> None:
+        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+            hop.cut()
+            with pytest.raises(BrokerError, match="cannot read the token log"):
+                await _rest(reader)
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        asyncio.run(story(hop))
+
+
+# redis-py drops the socket of a handshake that failed without closing it
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_opening_and_closing_while_the_connection_breaks_again_and_again(redis_client: Redis, server_url: str) -> None:
+    """Each task that met a broken connection made it anew: two then read one, and nothing could be opened any more."""
+
+    async def visit(hub: TokenHub, number: int) -> None:
+        with contextlib.suppress(BrokerError):
+            await hub.open(f"{number:032x}", TokenReader(hub, f"{number:032x}"))
+        await hub.drop(f"{number:032x}")
+
+    async def story(hop: Proxy) -> list[Heard]:
+        async with _opened(hop.url) as hub:
+            visits: list[asyncio.Task[None]] = []
+            for round_ in range(40):
+                visits = [asyncio.create_task(visit(hub, 10 * round_ + number)) for number in range(10)]
+                hop.reset() if round_ % 2 else hop.cut()
+                await asyncio.sleep(0.005 * (round_ % 5))
+                hop.mend()
+                if round_ % 8 == 0:
+                    await asyncio.gather(*visits)
+            await asyncio.gather(*visits)
+            async with TokenReader(hub, "h1") as reader:
+                for entry in ENTRIES:
+                    _append(redis_client, "h1", entry)
+                return await _rest(reader)
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == ENTRIES
+
+
+class _Reset:
+    """A client whose connection uvloop has closed: what redis-py then lets through."""
+
+    async def lrange(self, *_: object) -> list[bytes]:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    exists = lrange
+
+
+@pytest.mark.anyio
+async def test_a_connection_that_uvloop_has_closed_is_a_broker_that_is_away() -> None:
+    hub = TokenHub(_Reset())  # type: ignore[arg-type]
+    with pytest.raises(BrokerError, match="cannot read the token log"):
+        await hub.log("0" * 32, 0)
+    with pytest.raises(BrokerError, match="cannot read the ledger"):
+        await hub.known("0" * 32)
+
+
+class _HeldLog:
+    """A hub whose log is read when the test says so, with what is in it by then."""
+
+    def __init__(self) -> None:
+        self.read = asyncio.Event()
+        self.entries: list[bytes] = []
+        self.asked: list[int] = []
+
+    async def log(self, handoff_id: str, start: int) -> list[bytes]:
+        self.asked.append(start)
+        await self.read.wait()
+        return self.entries[start:]
+
+
+@pytest.mark.anyio
+async def test_what_is_published_while_the_log_is_read_is_not_lost() -> None:
+    hub = _HeldLog()
+    raw = [entry.encode().encode() for entry in ENTRIES]
+    hub.entries = raw[:4]
+    reader = TokenReader(hub, "h1")  # type: ignore[arg-type]
+    reader.put(0, raw[0])
+    reader.put(3, raw[3])  # 1 and 2 were lost: it looks
+    await asyncio.sleep(0)
+    reader.put(4, raw[4])
+    reader.put(5, raw[5])
+    heard: list[Heard] = []
+    reader.listen(heard.append)
+    assert heard == ENTRIES[:1]
+    hub.read.set()
+    while len(heard) < 6:
+        await asyncio.sleep(0)
+    reader.put(5, raw[5])
+    reader.put(6, raw[6])
+    assert heard == ENTRIES[:7]
+    assert hub.asked == [1]
+
+
+@pytest.mark.anyio
+async def test_an_entry_that_cannot_be_read_ends_the_answer() -> None:
+    reader = TokenReader(_HeldLog(), "h1")  # type: ignore[arg-type]
+    heard: list[Heard] = []
+    reader.listen(heard.append)
+    reader.put(0, b"{}")
+    reader.put(1, ENTRIES[1].encode().encode())
+    assert [type(each) for each in heard] == [PeerError]
+    assert not reader.finished
