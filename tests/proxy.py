@@ -1,6 +1,7 @@
 """Proxy: a TCP hop before the broker that does to connections what networks do, after toxiproxy's list of faults.
 
-What is not TCP's to do is done by `lose`: the server executes a command and the client never hears of it.
+What is not TCP's to do: after `lose` the server executes a command and the client never hears of it, and `hold` stops
+everything right before a command, for as long as a test wants to look.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -46,7 +48,6 @@ class _Pair:
     doomed: bool = False  # a command of it went through whose reply must not
     passed: dict[Way, int] = field(default_factory=lambda: {"up": 0, "down": 0})
     seen: bytes = b""  # the last bytes sent, where a marker may begin
-
     rst: set[socket.socket] = field(default_factory=set)  # ends that close by RST instead of FIN
 
     def shut(self) -> None:
@@ -74,6 +75,8 @@ class Proxy:
         self._cut = False
         self._marker = b""
         self._to_lose = 0
+        self._to_hold = False
+        self._held = threading.Event()
         self.refused = 0  # connections turned away since the last cut
         self.lost = 0  # replies swallowed since the last `lose`
         self.resets = 0
@@ -113,10 +116,24 @@ class Proxy:
         with self._lock:
             self._marker, self._to_lose, self.lost = marker, times, 0
 
+    @contextlib.contextmanager
+    def hold(self, marker: bytes) -> Iterator[threading.Event]:
+        """From right before the next command with `marker` on nothing passes, until the end; then the event is set.
+
+        Whatever the command would have ended can be looked at meanwhile, on however fast or slow a machine.
+        """
+        with self._lock:
+            self._marker, self._to_hold = marker, True
+            self._held.clear()
+        try:
+            yield self._held
+        finally:
+            self.mend()
+
     def mend(self) -> None:
         """A plain hop again."""
         with self._lock:
-            self._cut, self._faults, self._to_lose = False, Faults(), 0
+            self._cut, self._faults, self._to_lose, self._to_hold = False, Faults(), 0, False
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +187,8 @@ class Proxy:
             piece, data = data[: faults.piece_bytes], data[faults.piece_bytes :]
             piece = self._within_limit(pair, way, piece, faults)
             time.sleep(faults.latency_s + (len(piece) / faults.bytes_per_s if faults.bytes_per_s else 0.0))
-            self._deliver(pair, way, piece, target)
+            doomed = way == "up" and self._marks(pair, piece) and self._dooms()
+            self._deliver(pair, way, piece, target, doomed)
 
     def _await_passage(self) -> Faults:
         while self._faults.black_hole and not self._cut:
@@ -190,14 +208,14 @@ class Proxy:
             self.resets += 1
         raise ConnectionResetError
 
-    def _deliver(self, pair: _Pair, way: Way, piece: bytes, target: socket.socket) -> None:
+    def _deliver(self, pair: _Pair, way: Way, piece: bytes, target: socket.socket, doomed: bool) -> None:
         if way == "down":
             with self._lock:
                 if pair.doomed:  # the server's end closes in order, so that it executes all it was sent
                     self.lost += not pair.rst
                     pair.reset(pair.near)
                     return
-        elif self._marks(pair, piece):
+        elif doomed:
             with self._lock:  # no reply may pass before this is sent
                 pair.doomed = True
                 target.sendall(piece)
@@ -205,15 +223,21 @@ class Proxy:
         target.sendall(piece)
 
     def _marks(self, pair: _Pair, piece: bytes) -> bool:
-        """Whether `piece` completes the marker of a command whose reply is to be lost."""
-        if not self._to_lose:
+        """Whether `piece` completes the marker of a command to lose or to hold."""
+        if not (self._to_lose or self._to_hold):
             return False
         seen, pair.seen = pair.seen + piece, (pair.seen + piece)[-len(self._marker) :]
-        if self._marker not in seen:
-            return False
+        return self._marker in seen
+
+    def _dooms(self) -> bool:
+        """Whether the reply of the marked command is to be lost. One to hold waits here until it may go on."""
         with self._lock:
-            self._to_lose -= self._to_lose > 0
-        return True
+            if self._to_hold:
+                self._faults, self._to_hold = Faults(black_hole=True), False
+                self._held.set()
+            loses, self._to_lose = self._to_lose > 0, max(0, self._to_lose - 1)
+        self._await_passage()
+        return loses
 
 
 def _shut(end: socket.socket) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,6 +16,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from pipeline.broker.embedded import EmbeddedServer
 from tests.proxy import Faults, Proxy
 
 Gone = (RedisConnectionError, ConnectionError)
@@ -97,6 +102,41 @@ def test_a_black_hole_delays_and_loses_nothing(hop: Proxy, client: Redis, redis_
     hop.mend()
     while redis_client.get("n") != b"1":  # what was sent arrives, though nobody waits for it any more
         time.sleep(0.01)
+
+
+def test_a_command_is_held_and_all_that_comes_after_it(hop: Proxy, client: Redis, redis_client: Redis) -> None:
+    with Redis.from_url(hop.url, retry=None, socket_timeout=1) as other, hop.hold(b"INCR") as held:
+        for each in (client, other):
+            each.set("a", b"1")
+        assert not held.is_set()
+        with pytest.raises(RedisTimeoutError):
+            client.incr("n")
+        assert held.is_set()
+        with pytest.raises(RedisTimeoutError):
+            other.set("a", b"2")
+        assert (redis_client.get("n"), redis_client.get("a")) == (None, b"1")
+    assert hop.lost == 0
+    deadline = time.monotonic() + 60
+    while (redis_client.get("n"), redis_client.get("a")) != (b"1", b"2"):  # both arrive, though nobody waits any more
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_held_command_of_a_server_that_dies_ends_with_its_connection(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, 1 << 20)
+    with (
+        server as url,
+        Proxy(urlsplit(url).port or 0) as hop,
+        hop.hold(b"INCR") as held,
+        ThreadPoolExecutor(1) as pool,
+        Redis.from_url(hop.url, retry=None, socket_timeout=60) as client,
+    ):
+        asked = pool.submit(client.incr, "n")
+        assert held.wait(60)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(Gone):
+            asked.result(60)
 
 
 def test_latency_bandwidth_and_slices_change_nothing_but_time(hop: Proxy, client: Redis) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 
 import numpy as np
 import pytest
@@ -213,19 +214,33 @@ def test_a_failed_step_ends_its_requests_and_the_next_one_is_right(
     assert compute_locally(mlx, request(ids)) == list(oracle_llama.text(ids).tokens)
 
 
-def test_closing_the_engine_wakes_everybody(llama: Path) -> None:
+def test_closing_the_engine_wakes_everybody(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MlxEngine(llama, SMALL)
+    core, permits = engine._core, Semaphore(0)
+    whole = core.step
+
+    def step() -> bool:
+        permits.acquire()  # nobody is served before the engine is closed: it computes what the test lets it
+        return whole()
+
+    monkeypatch.setattr(core, "step", step)
     long = Sampling(max_tokens=1000, temperature=0.0)
     local = engine.admit(request(prompt(50), long), local=True)
     steps = local.decode()
-    next(steps)
     running = engine.prefill(request(prompt(6000)))
+    permits.release(4)  # the local prompt; then a chunk of the long one and a token, three times
+    next(steps)
+    assert running.wait_ready(0, PATIENCE_S)
     waiters = [
         Waiter(lambda: running.read(93)),
         Waiter(lambda: read_text(steps)),
         Waiter(lambda: engine.admit(request(prompt(50), long), timeout_s=PATIENCE_S)),
     ]
-    engine.close()
+    assert eventually(lambda: len(core.memory._line) == 1)  # two long texts and the prompt do not fit
+    closing = Waiter(engine.close)
+    assert eventually(lambda: engine._loop._stopping)
+    permits.release()
+    closing.join()
     for waiter in waiters:
         waiter.join()
         assert isinstance(waiter.error, EngineError | HandoffCancelledError)

@@ -17,6 +17,7 @@ from redis import Redis
 from pipeline.broker import stream
 from pipeline.broker.embedded import EmbeddedServer
 from tests.ports import free_port
+from tests.proxy import Proxy
 from tests.scenarios.conftest import LEASE_S
 from tests.scenarios.system import System, eventually, system, worker
 
@@ -28,17 +29,17 @@ BUDGET = 1 << 18  # eight pages
 
 
 class Beside:
-    """The page server. It wants its password again whenever it starts."""
+    """The page server, behind a hop. It wants its password again whenever it starts."""
 
     def __init__(self, directory: Path) -> None:
         self.password = secrets.token_hex(8)
-        self.server = EmbeddedServer(directory, BUDGET, port=free_port())
+        port = free_port()
+        self.server = EmbeddedServer(directory, BUDGET, port=port)
+        self.hop = Proxy(port)
 
-    def start(self) -> str:
-        url = self.server.start()
-        with Redis.from_url(url) as client:
+    def start(self) -> None:
+        with Redis.from_url(self.server.start()) as client:
             client.config_set("requirepass", self.password)
-        return url
 
     @contextmanager
     def client(self) -> Iterator[Redis]:
@@ -63,7 +64,9 @@ def _calls(client: Redis) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
     found = Beside(tmp_path_factory.mktemp("beside"))
-    yield found
+    found.start()
+    with found.hop:
+        yield found
     found.server.stop()
 
 
@@ -83,7 +86,7 @@ def pair(tiny_model: Path, beside: Beside, tmp_path_factory: pytest.TempPathFact
                 "reference",
                 tiny_model,
                 "decode",
-                pages_url=beside.start(),
+                pages_url=beside.hop.url,
                 pages_budget_bytes=BUDGET,
                 **shared,
             ),
@@ -120,9 +123,10 @@ def test_pages_cross_the_page_server_and_none_the_broker(pair: System, beside: B
 def test_the_page_server_is_killed_in_the_midst(pair: System, beside: Beside) -> None:
     """The answer is the same; its replica is unready until the server is back, and nothing is left on either."""
     expected = pair.complete(PROMPT, "local:reference", max_tokens=4).text
-    with ThreadPoolExecutor(1) as pool, beside.client() as client:
+    with ThreadPoolExecutor(1) as pool, beside.client() as client, beside.hop.hold(b"GETRANGE") as held:
         asked = pool.submit(pair.complete, PROMPT, ROUTE, max_tokens=4)
-        eventually(lambda: stream.gauges(client).in_flight_bytes > 0)
+        assert held.wait(60), "no page was asked for"
+        assert stream.gauges(client).in_flight_bytes > 0
         assert beside.server.pid is not None
         os.kill(beside.server.pid, signal.SIGKILL)
         answer = asked.result(120)
