@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -19,6 +19,7 @@ from typing import Literal, Self
 _PIECE = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: close() sends RST
 _LOOK_S = 0.05
+HOLD_S = 120.0  # after so long nobody comes any more
 Way = Literal["up", "down"]  # towards the server, towards the client
 
 
@@ -76,6 +77,7 @@ class Proxy:
         self._marker = b""
         self._to_lose = 0
         self._to_hold = False
+        self._to_pass = 0
         self._held = threading.Event()
         self.refused = 0  # connections turned away since the last cut
         self.lost = 0  # replies swallowed since the last `lose`
@@ -117,13 +119,15 @@ class Proxy:
             self._marker, self._to_lose, self.lost = marker, times, 0
 
     @contextlib.contextmanager
-    def hold(self, marker: bytes) -> Iterator[threading.Event]:
+    def hold(self, marker: bytes, after: int = 0) -> Iterator[threading.Event]:
         """From right before the next command with `marker` on nothing passes, until the end; then the event is set.
 
-        Whatever the command would have ended can be looked at meanwhile, on however fast or slow a machine.
+        `after` of them pass before, and any fault is over until then. Whatever the command would have ended can be
+        looked at meanwhile, on however fast or slow a machine.
         """
+        self.mend()
         with self._lock:
-            self._marker, self._to_hold = marker, True
+            self._marker, self._to_hold, self._to_pass = marker, True, after
             self._held.clear()
         try:
             yield self._held
@@ -226,13 +230,15 @@ class Proxy:
         """Whether `piece` completes the marker of a command to lose or to hold."""
         if not (self._to_lose or self._to_hold):
             return False
-        seen, pair.seen = pair.seen + piece, (pair.seen + piece)[-len(self._marker) :]
+        seen, pair.seen = pair.seen + piece, (pair.seen + piece)[1 - len(self._marker) :]
         return self._marker in seen
 
     def _dooms(self) -> bool:
         """Whether the reply of the marked command is to be lost. One to hold waits here until it may go on."""
         with self._lock:
-            if self._to_hold:
+            if self._to_hold and self._to_pass:
+                self._to_pass -= 1
+            elif self._to_hold:
                 self._faults, self._to_hold = Faults(black_hole=True), False
                 self._held.set()
             loses, self._to_lose = self._to_lose > 0, max(0, self._to_lose - 1)
@@ -243,3 +249,20 @@ class Proxy:
 def _shut(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def first_held(hops: Mapping[str, Proxy], marker: bytes, after: int = 0) -> Iterator[Callable[[], str]]:
+    """Each of `hops` holds as in `Proxy.hold`; what is yielded waits for the first that does, and says its name."""
+
+    def wait() -> str:
+        deadline = time.monotonic() + HOLD_S
+        while time.monotonic() < deadline:
+            for name, event in held.items():
+                if event.wait(_LOOK_S / len(held)):
+                    return name
+        raise AssertionError(f"nobody sent {marker!r} {after + 1} times")
+
+    with contextlib.ExitStack() as stack:
+        held = {name: stack.enter_context(hop.hold(marker, after)) for name, hop in hops.items()}
+        yield wait

@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pipeline.broker.embedded import EmbeddedServer
-from tests.proxy import Faults, Proxy
+from tests.proxy import Faults, Proxy, first_held
 
 Gone = (RedisConnectionError, ConnectionError)
 BULK = b"x" * (4 << 20)
@@ -120,6 +120,18 @@ def test_a_command_is_held_and_all_that_comes_after_it(hop: Proxy, client: Redis
     while (redis_client.get("n"), redis_client.get("a")) != (b"1", b"2"):  # both arrive, though nobody waits any more
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_first_of_several_hops_holds_after_so_many_commands(server_url: str, redis_client: Redis) -> None:
+    port = urlsplit(server_url).port or 0
+    with Proxy(port) as one, Proxy(port) as two, Redis.from_url(two.url, retry=None, socket_timeout=1) as client:
+        with first_held({"one": one, "two": two}, b"INCR", after=2) as held:
+            assert [client.incr("n") for _ in range(2)] == [1, 2]
+            with pytest.raises(RedisTimeoutError):
+                client.incr("n")
+            assert (held(), redis_client.get("n")) == ("two", b"2")
+        client.set("a", b"1")  # a plain hop again
+        assert redis_client.get("a") == b"1"
 
 
 def test_a_held_command_of_a_server_that_dies_ends_with_its_connection(tmp_path: Path) -> None:

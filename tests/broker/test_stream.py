@@ -820,7 +820,7 @@ def test_a_silent_handoff_is_reaped_whole(line: Line) -> None:
 
 
 def test_a_heartbeat_keeps_credits_and_payloads(line: Line) -> None:
-    line.payload_ttl_s = 1
+    line.payload_ttl_s = 60
     line.send(upto=2)
     line.payload_ttl_s = 3600
     assert heartbeat(line.client, [line.handoff_id, uuid.uuid4().hex], line.settings) == [True, False]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 from pipeline.cli.client import fetch
 from pipeline.sample import tiny
 from tests.cli.process import alive
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PID = re.compile(r"^(\w[\w-]*): starting \(pid (\d+), log ", re.MULTILINE)
@@ -32,9 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> Path:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     worker = f'engine = "reference"\nmodel = "{model}"\n'
     file = tmp_path / "crossfill.toml"
     file.write_text(

@@ -208,7 +208,8 @@ def test_close_of_an_admission(
 def test_close_of_a_local_request_in_its_prefill(
     case: Case, engine: Engine, twin: Engine, oracle: Oracle, baseline: EngineStats
 ) -> None:
-    admission = engine.admit(request(prompt(2000)), local=True)
+    long = Sampling(max_tokens=1000, temperature=0.0)  # not over before we look, however slow we are
+    admission = engine.admit(request(prompt(2000), long), local=True)
     waiter = Waiter(lambda: read_text(admission.decode()))
     assert eventually(lambda: engine.stats().prompt_tokens_computed > baseline.prompt_tokens_computed)
     admission.close()

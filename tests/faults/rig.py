@@ -3,13 +3,14 @@ broker itself can be killed, paused and started again. `rest` is where the invar
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,15 +18,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pipeline.broker import scripts
+from pipeline.broker.credit import entry_id
 from pipeline.broker.embedded import EmbeddedServer
 from pipeline.cli.child import Child
 from pipeline.cli.fleet import Fleet
 from pipeline.engines.reference.model import Model
 from pipeline.engines.reference.oracle import split_run
+from pipeline.handoff import Attempts
 from pipeline.settings import Settings
 from tests.faults.call import Call
 from tests.ports import free_port
-from tests.proxy import Faults, Proxy
+from tests.proxy import Faults, Proxy, first_held
 from tests.scenarios.system import READY_S, System, eventually, worker
 
 API = "api"
@@ -67,6 +71,21 @@ class Oracle:
             if min(run.margins) >= self._margin:
                 return Question(prompt, run.tokens, self._tokenizer)
         raise AssertionError("no firm question found")
+
+
+def script(name: str) -> bytes:
+    """What marks a call of the broker's script `name`."""
+    return hashlib.sha1(scripts.source(name).encode(), usedforsecurity=False).hexdigest().encode()
+
+
+def page(number: int) -> bytes:
+    """What marks the moment when P stores its `number`-th page (1: the first), and D asks for it, both at first try."""
+    return b"page:1.1.%d\r\n" % number
+
+
+def frame(number: int) -> bytes:
+    """What marks the header of P's `number`-th frame (0: OPEN), at first try."""
+    return b"%b\r\n" % entry_id(Attempts(1, 1), number).encode()
 
 
 class Crew(Fleet):
@@ -165,6 +184,12 @@ class Rig(System):
             if name.startswith(role[0]):
                 hop.apply(Faults(latency_s=latency_s))
 
+    def holding(self, role: str, marker: bytes, after: int = 0) -> AbstractContextManager[Callable[[], str]]:
+        """The first replica of `role` that is about to send `marker`, after it did so `after` times, stops: what is
+        yielded waits for that and tells its name. It goes on at the end.
+        """
+        return first_held({name: hop for name, hop in self.hops.items() if name[0] == role[0]}, marker, after)
+
     # -- the invariants
 
     def mend(self) -> None:
@@ -218,7 +243,13 @@ class Rig(System):
 
 
 def settings(
-    model: Path, url: str, hops: dict[str, Proxy], engines: Mapping[str, str], pool_bytes: int | None, **sections: Any
+    model: Path,
+    url: str,
+    hops: dict[str, Proxy],
+    engines: Mapping[str, str],
+    pool_bytes: int | None,
+    grace_s: float,
+    **sections: Any,
 ) -> dict[str, Any]:
     """A replica for each of `engines`, whose name begins with the letter of its role, behind its own hop."""
     workers = []
@@ -226,11 +257,12 @@ def settings(
     for name, engine in engines.items():
         role = "prefill" if name.startswith("p") else "decode"
         env = {"CROSSFILL_BROKER__URL": hops[name].url} | ({} if engine == "reference" else _sabotage())
-        workers.append(worker(name, engine, model, role, lease_s=LEASE_S, engine_settings=small, env=env))
-    limits = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
+        limits = {"lease_s": LEASE_S, "grace_s": grace_s}
+        workers.append(worker(name, engine, model, role, engine_settings=small, env=env, **limits))
+    deadlines = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
     broker = {"url": hops[API].url, "budget_bytes": BUDGET}
     routes = {"policy": "handoff"}  # by itself: a prompt crosses wherever it can
-    found = {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": limits, "routing": routes}
+    found = {"api": {"model": model, "port": free_port()}, "broker": broker, "handoff": deadlines, "routing": routes}
     return found | {"workers": workers} | (sections)
 
 
@@ -251,6 +283,7 @@ def rig(
     *,
     pool_bytes: int | None = None,
     margin: float = MARGIN,
+    grace_s: float = 30.0,
     **sections: Any,
 ) -> Iterator[Rig]:
     """Start it, wait until it serves, stop it. `engines` by name; each token of an answer leads by `margin`."""
@@ -259,9 +292,8 @@ def rig(
     with ExitStack() as stack:
         url = stack.enter_context(server)
         hops = {name: stack.enter_context(Proxy(port)) for name in (API, *engines)}
-        crew = Crew(
-            Settings.model_validate(settings(model, url, hops, engines, pool_bytes, **sections)), directory, os.environ
-        )
+        told = settings(model, url, hops, engines, pool_bytes, grace_s, **sections)
+        crew = Crew(Settings.model_validate(told), directory, os.environ)
         stack.callback(crew.stop)
         crew.start()
         for _ in crew.wait_ready(READY_S):

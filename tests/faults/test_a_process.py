@@ -8,23 +8,20 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.call import Call, Outcome
-from tests.faults.rig import API, Question, Rig
+from tests.faults.rig import API, Question, Rig, frame, page, script
 from tests.scenarios.system import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 LOST = {"worker_lost", "no_replica"}  # of a retryable 5xx, or of an error frame
 ROUTE = "reference->reference"
 LONG = 500  # prompt tokens: eight pages
+TOKEN = script("emit")  # what D sends with each token
+PAGES_OF_150 = 3
 
 
-def _begin(
-    rig: Rig, tokens: int, length: int = LONG, *, slow: str = "prefill", latency_s: float = 0.05
-) -> tuple[Question, Call, str]:
-    """A handoff under way whose P or D is slow, and its id."""
-    rig.slow(slow, latency_s)
+def _begin(rig: Rig, tokens: int, length: int = LONG) -> tuple[Question, Call]:
     question = rig.oracle.question(length, tokens)
-    call = rig.ask(question, tokens, route=ROUTE)
-    return question, call, rig.handoff()
+    return question, rig.ask(question, tokens, route=ROUTE)
 
 
 def _right(question: Question, tokens: int, outcome: Outcome) -> None:
@@ -53,9 +50,9 @@ def test_a01_p_dies_before_it_takes_the_job(hurt: Rig) -> None:
 
 
 def test_a02_p_dies_in_the_middle_of_its_pages(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 6)
-    eventually(lambda: hurt.broker.xlen(f"cf:{{{handoff}}}:stream") > 0)
-    hurt.kill(hurt.worker_of(handoff, "prefill"))
+    with hurt.holding("prefill", page(6)) as held:
+        question, call = _begin(hurt, 6)
+        hurt.kill(held())
     outcome = call.result()
     _right(question, 6, outcome)
     assert outcome.trace
@@ -63,9 +60,9 @@ def test_a02_p_dies_in_the_middle_of_its_pages(hurt: Rig) -> None:
 
 
 def test_a03_p_dies_between_its_last_page_and_commit(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 6, 150)
-    hurt.await_record(handoff, lambda found: found.get("pages") == "3")
-    hurt.kill(hurt.worker_of(handoff, "prefill"))
+    with hurt.holding("prefill", frame(PAGES_OF_150 + 1)) as held:  # OPEN is frame 0, then come the pages
+        question, call = _begin(hurt, 6, 150)
+        hurt.kill(held())
     _right(question, 6, call.result())
 
 
@@ -82,34 +79,36 @@ def test_a04_d_dies_before_it_takes_the_job(hurt: Rig) -> None:
 
 
 def test_a05_d_dies_in_the_middle_of_its_import(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 6)
-    hurt.await_record(handoff, lambda found: found.get("state") == "streaming")
-    hurt.kill(hurt.worker_of(handoff, "decode"))
+    with hurt.holding("decode", page(4)) as held:
+        question, call = _begin(hurt, 6)
+        hurt.kill(held())
     _right_or_lost(question, 6, call.result())
 
 
 def test_a06_d_dies_after_commit_before_its_first_token(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 6, 150, slow="decode", latency_s=0.15)
-    hurt.await_record(handoff, lambda found: found.get("state") in ("committed", "decoding"))
-    hurt.kill(hurt.worker_of(handoff, "decode"))
-    outcome = call.result()
-    _right_or_lost(question, 6, outcome)
+    with hurt.holding("decode", TOKEN) as held:
+        question, call = _begin(hurt, 6, 150)
+        hurt.kill(held())
+    _right_or_lost(question, 6, call.result())
 
 
 def test_a07_d_dies_in_the_middle_of_its_text(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 40, 150, slow="decode")
-    call.await_text(5)
-    hurt.kill(hurt.worker_of(handoff, "decode"))
+    with hurt.holding("decode", TOKEN, after=12) as held:
+        question, call = _begin(hurt, 40, 150)
+        call.await_text(5)
+        hurt.kill(held())
     outcome = call.result()
     assert len(outcome.text) >= 5
     _right_or_lost(question, 40, outcome)
 
 
 def test_a09_both_die(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 6)
-    hurt.await_record(handoff, lambda found: found.get("state") == "streaming")
-    for role in ("prefill", "decode"):
-        hurt.kill(hurt.worker_of(handoff, role))
+    with hurt.holding("prefill", page(6)) as held:
+        question, call = _begin(hurt, 6)
+        p = held()
+        d = hurt.worker_of(hurt.handoff(), "decode")  # it has asked for pages
+        for name in (p, d):
+            hurt.kill(name)
     outcome = call.result()
     if outcome.code != "quarantined":  # two workers that died of one request: it is not given to a third
         _right_or_lost(question, 6, outcome)
@@ -117,7 +116,9 @@ def test_a09_both_die(hurt: Rig) -> None:
 
 def test_a10_the_api_dies_in_the_middle_of_a_text(hurt: Rig) -> None:
     """Its workers notice that nobody owns the handoff any more, and leave."""
-    _, call, handoff = _begin(hurt, 400, 150, slow="decode", latency_s=0.1)
+    hurt.slow("decode", 0.1)
+    _, call = _begin(hurt, 400, 150)
+    handoff = hurt.handoff()
     call.await_text(3)
     hurt.kill(API)
     assert not call.result().ended
@@ -126,10 +127,10 @@ def test_a10_the_api_dies_in_the_middle_of_a_text(hurt: Rig) -> None:
 
 
 def test_a12_a_worker_is_told_to_stop_and_ends_what_it_has_begun(hurt: Rig) -> None:
-    question, call, handoff = _begin(hurt, 40, 150, slow="decode")
-    call.await_text(3)
-    name = hurt.worker_of(handoff, "decode")
-    hurt.crew.child(name).terminate()
+    with hurt.holding("decode", TOKEN, after=12) as held:
+        question, call = _begin(hurt, 40, 150)
+        name = held()
+        hurt.crew.child(name).terminate()
     _right(question, 40, call.result())
     assert hurt.crew.child(name).join(60)
     assert hurt.crew.child(name).status == 0
@@ -138,13 +139,13 @@ def test_a12_a_worker_is_told_to_stop_and_ends_what_it_has_begun(hurt: Rig) -> N
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a13_a_worker_stops_for_longer_than_its_lease_and_wakes(hurt: Rig, role: str) -> None:
     """What it still writes is of an old attempt: nobody reads it."""
-    length, tokens = (LONG, 6) if role == "prefill" else (150, 40)
-    question, call, handoff = _begin(hurt, tokens, length, slow=role)
-    state = "streaming" if role == "prefill" else "decoding"
-    hurt.await_record(handoff, lambda found: found.get("state") == state)
-    name = hurt.worker_of(handoff, role)
-    hurt.pause(name)
+    prefill = role == "prefill"
+    length, tokens = (LONG, 6) if prefill else (150, 40)
+    with hurt.holding(role, page(6)) if prefill else hurt.holding(role, TOKEN, after=12) as held:
+        question, call = _begin(hurt, tokens, length)
+        name = held()
+        hurt.pause(name)
     eventually(lambda: name not in {r["name"] for r in hurt.status()["replicas"]})
     outcome = call.result()
     hurt.resume(name)
-    (_right if role == "prefill" else _right_or_lost)(question, tokens, outcome)
+    (_right if prefill else _right_or_lost)(question, tokens, outcome)

@@ -9,24 +9,25 @@ from httpx import TransportError
 
 from pipeline.broker import scripts
 from pipeline.broker.embedded import EmbeddedServer
-from tests.faults.rig import API, BUDGET, Rig
+from tests.faults.rig import API, BUDGET, Rig, page, script
 from tests.ports import free_port
-from tests.proxy import Faults
+from tests.proxy import Faults, first_held
 from tests.scenarios.system import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
-SLOW = Faults(latency_s=0.04)  # for D: each token takes two of these; for P: each page four
+SLOW = Faults(latency_s=0.04)  # for D: each token takes two of these
+ROUTE = "reference->reference"
+TOKEN = script("emit")  # what D sends with each token
 CLEAN = {"broker_unavailable", "capacity", "overloaded", "no_replica", "worker_lost", "deadline_exceeded", "peer_error"}
 
 
 def test_b14_the_broker_restarts_empty_in_the_middle_of_an_answer(hurt: Rig) -> None:
     question = hurt.oracle.question(150, 40)
-    hurt.hops["d-0"].apply(SLOW)
-    hurt.hops["d-1"].apply(SLOW)
-    call = hurt.ask(question, 40)
-    call.await_text(3)
-    hurt.server.stop()
-    hurt.server.start()
+    with hurt.holding("decode", TOKEN, after=12) as held:
+        call = hurt.ask(question, 40, route=ROUTE)
+        held()
+        hurt.server.stop()
+        hurt.server.start()
     outcome = call.result()
     assert (outcome.ended, outcome.code) == (True, "broker_unavailable"), outcome
     assert question.text(40).startswith(outcome.text)
@@ -68,14 +69,14 @@ def _status(rig: Rig, path: str) -> int:
 def test_b16_a_full_broker_refuses_what_is_new_and_lets_all_end(hurt: Rig) -> None:
     """While it is full: requests are refused cleanly, the running one ends, and everything of it is given back."""
     question = hurt.oracle.question(500, 12)
-    for name in ("p-0", "p-1"):
-        hurt.hops[name].apply(SLOW)
-    call = hurt.ask(question, 12, route="reference->reference")
-    eventually(lambda: hurt.status()["budget"]["in_flight_bytes"] > 0)
-    hurt.broker.config_set("maxmemory", 1)
     try:
-        refused = hurt.ask(hurt.oracle.question(70, 4), 4).result()
-        assert (refused.status, refused.retry_after) == (503, "1"), refused
+        with hurt.holding("prefill", page(6)) as held:
+            call = hurt.ask(question, 12, route=ROUTE)
+            held()
+            assert hurt.status()["budget"]["in_flight_bytes"] > 0
+            hurt.broker.config_set("maxmemory", 1)
+            refused = hurt.ask(hurt.oracle.question(70, 4), 4).result()
+            assert (refused.status, refused.retry_after) == (503, "1"), refused
         outcome = call.result()
         assert outcome.code in CLEAN or outcome.text == question.text(12), outcome
         eventually(lambda: hurt.leftovers() == [], 60)
@@ -93,7 +94,7 @@ def test_b18_a_reply_gets_lost_after_the_script_ran(hurt: Rig, script: str) -> N
     sha = hurt.broker.script_load(scripts.source(script)).encode()
     for name in ("p-0", "p-1", "d-0", "d-1"):
         hurt.hops[name].lose(sha)
-    outcome = hurt.ask(question, 8, route="reference->reference").result()
+    outcome = hurt.ask(question, 8, route=ROUTE).result()
     eventually(lambda: any(hop.lost for hop in hurt.hops.values()))  # the release comes after the answer
     if outcome.right or script == "emit":  # a token is sent again, and logged once
         assert (outcome.code, outcome.text) == (None, question.text(8)), outcome
@@ -107,7 +108,7 @@ def test_b19_a_reset_in_the_middle_of_a_page(hurt: Rig) -> None:
     question = hurt.oracle.question(500, 6)
     for name in ("p-0", "p-1"):
         hurt.hops[name].apply(Faults(limit_bytes=50_000))
-    outcome = hurt.ask(question, 6, route="reference->reference").result()
+    outcome = hurt.ask(question, 6, route=ROUTE).result()
     assert hurt.hops["p-0"].resets + hurt.hops["p-1"].resets > 0
     assert (outcome.code, outcome.text) == (None, question.text(6)), outcome
 
@@ -115,16 +116,13 @@ def test_b19_a_reset_in_the_middle_of_a_page(hurt: Rig) -> None:
 def test_b20_a_black_hole_around_p_that_ends_later(hurt: Rig) -> None:
     """P's lease ends, D goes on without it; what P had sent arrives late and changes nothing."""
     question = hurt.oracle.question(500, 6)
-    for name in ("p-0", "p-1"):
-        hurt.hops[name].apply(SLOW)
-    call = hurt.ask(question, 6, route="reference->reference")
-    eventually(lambda: hurt.status()["budget"]["in_flight_bytes"] > 0)
-    for name in ("p-0", "p-1"):
-        hurt.hops[name].apply(Faults(black_hole=True))
-    outcome = call.result()
+    with hurt.holding("prefill", page(6)) as held:
+        call = hurt.ask(question, 6, route=ROUTE)
+        held()
+        for name in ("p-0", "p-1"):
+            hurt.hops[name].apply(Faults(black_hole=True))
+        outcome = call.result()
     assert (outcome.code, outcome.text) == (None, question.text(6)), outcome
-    hurt.hops["p-0"].mend()
-    hurt.hops["p-1"].mend()
 
 
 def test_b20_a_black_hole_around_the_api(hurt: Rig) -> None:
@@ -137,7 +135,7 @@ def test_b21_a_slow_thin_network_only_takes_longer(hurt: Rig) -> None:
     question = hurt.oracle.question(300, 6)
     for hop in hurt.hops.values():
         hop.apply(Faults(latency_s=0.05, bytes_per_s=1e6, piece_bytes=4096))
-    outcome = hurt.ask(question, 6, route="reference->reference").result()
+    outcome = hurt.ask(question, 6, route=ROUTE).result()
     assert (outcome.code, outcome.text) == (None, question.text(6)), outcome
 
 
@@ -155,11 +153,10 @@ def test_b23_subscribers_are_cut_while_tokens_come(hurt: Rig) -> None:
 
 def test_b25_an_operator_empties_the_broker(hurt: Rig) -> None:
     question = hurt.oracle.question(150, 40)
-    for name in ("d-0", "d-1"):
-        hurt.hops[name].apply(SLOW)
-    call = hurt.ask(question, 40)
-    call.await_text(3)
-    hurt.broker.flushall()
+    with hurt.holding("decode", TOKEN, after=12) as held:
+        call = hurt.ask(question, 40, route=ROUTE)
+        held()
+        hurt.broker.flushall()
     outcome = call.result()
     assert (outcome.ended, outcome.code) == (True, "broker_unavailable"), outcome
     assert question.text(40).startswith(outcome.text)
@@ -168,19 +165,19 @@ def test_b25_an_operator_empties_the_broker(hurt: Rig) -> None:
 def test_b26_a_failover_that_loses_the_last_writes(hurt: Rig, tmp_path: Path) -> None:
     """A replica is promoted that has not seen the last tokens: the answer ends with an error or rightly."""
     question = hurt.oracle.question(150, 60)
-    for name in ("d-0", "d-1"):
-        hurt.hops[name].apply(SLOW)
     primary, port = hurt.broker.connection_pool.connection_kwargs["port"], free_port()
     hurt.broker.config_set("repl-diskless-sync-delay", 0)
     with EmbeddedServer(tmp_path, BUDGET, port=port) as url, hurt.broker.from_url(url) as spare:
         spare.replicaof("127.0.0.1", primary)
         eventually(lambda: spare.info("replication").get("master_link_status") == "up", 60)
-        call = hurt.ask(question, 60)
-        call.await_text(3)
-        spare.replicaof("NO", "ONE")
-        call.await_text(len(call.so_far.text) + 6)  # written to the primary alone
-        for hop in hurt.hops.values():
-            hop.aim(port)
+        with hurt.holding("decode", TOKEN, after=12) as held:
+            call = hurt.ask(question, 60, route=ROUTE)
+            d = held()
+            spare.replicaof("NO", "ONE")
+            with first_held({d: hurt.hops[d]}, TOKEN, after=12) as held_again:
+                held_again()  # a dozen tokens are written to the primary alone
+                for hop in hurt.hops.values():
+                    hop.aim(port)
         outcome = call.result()
         assert outcome.ended, outcome
         assert question.text(60).startswith(outcome.text)

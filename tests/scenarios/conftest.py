@@ -42,7 +42,7 @@ def _cheap(model: Path, policy: str, folder: Path) -> dict[str, Any]:
         "broker": {"budget_bytes": 1 << 18},
         "capture": {"folder": folder / "captures"},
         "routing": {"policy": "handoff"},
-        "handoff": {"failure_policy": policy, "queue_s": 20, "accept_s": 20, "progress_s": 5, "retries": 0},
+        "handoff": {"failure_policy": policy, "queue_s": 60, "accept_s": 60, "progress_s": 10, "retries": 0},
         "workers": [
             worker("ref-p", "reference", model, "prefill", lease_s=LEASE_S, engine_settings=engine),
             worker("ref-d", "reference", model, "decode", lease_s=LEASE_S, engine_settings=engine),

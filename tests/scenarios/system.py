@@ -21,7 +21,7 @@ from pipeline.cli.fleet import Fleet
 from pipeline.settings import Settings
 
 READY_S = 300.0
-SETTLE_S = 20.0  # an upper bound for a loaded machine; the promise is 2 s plus one engine step
+SETTLE_S = 60.0  # an upper bound for a loaded machine; the promise is 2 s plus one engine step
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 from pipeline.broker.dashboard import create_app
 from tests.scenarios.system import System
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 def test_queues_and_jobs_are_listed(cheap: System) -> None:

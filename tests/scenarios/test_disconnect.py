@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import time
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.scenarios.system import System
+from pipeline.broker.keys import LIVE
+from tests.faults.call import Call
+from tests.scenarios.system import System, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 LONG = [(11 * i) % 900 + 20 for i in range(1500)]
@@ -73,11 +77,23 @@ def _free(stats: dict[str, Any]) -> int:
 
 
 def test_cancel_of_a_queued_request_never_starts_it(cheap: System) -> None:
-    """Abandoned at birth, most of the work is never done."""
-    before = cheap.settled()
-    done = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in before["replicas"]}
-    for _ in range(10):
-        _leave_after(cheap, "reference->reference", LONG, 0.0, False, tokens=4)
-    cheap.settled()
-    after = {r["name"]: r["stats"]["prompt_tokens_computed"] for r in cheap.status()["replicas"]}
-    assert sum(after.values()) - sum(done.values()) < 5 * len(LONG)
+    """P is stopped until the client has gone: neither engine has computed a token of it."""
+    done = _computed(cheap)
+    body = {"model": cheap.model, "prompt": LONG, "max_tokens": 4, "temperature": 0}
+    for stream in (True, False):
+        os.kill(cheap.child("ref-p").pid, signal.SIGSTOP)
+        try:
+            call = Call(cheap.url, body | {"stream": stream}, "reference->reference")
+            eventually(lambda: cheap.broker.zcard(LIVE) == 1)
+            call.leave()
+            assert not call.result().ended
+            eventually(lambda: cheap.broker.zcard(LIVE) == 0)
+        finally:
+            os.kill(cheap.child("ref-p").pid, signal.SIGCONT)
+        eventually(lambda: "ref-p" in {replica["name"] for replica in cheap.status()["replicas"]})
+    cheap.complete(LONG[:200], "reference->reference")  # P takes what came before it first
+    eventually(lambda: _computed(cheap) == {"ref-p": done["ref-p"] + 199, "ref-d": done["ref-d"] + 1})
+
+
+def _computed(system: System) -> dict[str, int]:
+    return {r["name"]: r["stats"]["prompt_tokens_computed"] for r in system.settled()["replicas"]}

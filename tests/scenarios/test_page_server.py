@@ -16,6 +16,7 @@ from redis import Redis
 
 from pipeline.broker import stream
 from pipeline.broker.embedded import EmbeddedServer
+from tests.faults.rig import page
 from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.scenarios.conftest import LEASE_S
@@ -52,10 +53,10 @@ class Beside:
 
 
 def _calls(client: Redis) -> dict[str, int]:
-    """How often a page was asked for, and bytes in and out."""
+    """How many pages were taken in, and bytes in and out."""
     seen: dict[str, Any] = client.info("everything")
     return {
-        "pages": seen.get("cmdstat_getrange", {}).get("calls", 0),
+        "pages": seen.get("cmdstat_xdel", {}).get("calls", 0),
         "in": seen["total_net_input_bytes"],
         "out": seen["total_net_output_bytes"],
     }
@@ -123,9 +124,9 @@ def test_pages_cross_the_page_server_and_none_the_broker(pair: System, beside: B
 def test_the_page_server_is_killed_in_the_midst(pair: System, beside: Beside) -> None:
     """The answer is the same; its replica is unready until the server is back, and nothing is left on either."""
     expected = pair.complete(PROMPT, "local:reference", max_tokens=4).text
-    with ThreadPoolExecutor(1) as pool, beside.client() as client, beside.hop.hold(b"GETRANGE") as held:
+    with ThreadPoolExecutor(1) as pool, beside.client() as client, beside.hop.hold(page(6)) as held:
         asked = pool.submit(pair.complete, PROMPT, ROUTE, max_tokens=4)
-        assert held.wait(60), "no page was asked for"
+        assert held.wait(60), "there is no sixth page"
         assert stream.gauges(client).in_flight_bytes > 0
         assert beside.server.pid is not None
         os.kill(beside.server.pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ from pipeline.settings import BrokerSettings
 from tests.browser import Browser, browser
 from tests.scenarios.system import System, eventually
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 HOSTILE = "<img src=x onerror=document.title='pwned'>"
 CONTRACT = Contract("w", "t", "c", layers=1, kv_heads=1, head_dim=8, vocab_size=64, context_length=128)
 

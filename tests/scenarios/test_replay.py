@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,21 +19,27 @@ from tests.scenarios.system import System, eventually
 from tests.scenarios.test_wrong_pages import liar
 
 TINY_PROMPT = [(11 * i) % 900 + 20 for i in range(300)]  # five pages
-LONG = 400  # tokens: there is time to ask for a capture
+TOKENS = 40
 
 Printed = pytest.CaptureFixture[str]
 
 
 def captured(system: System, prompt: list[int], route: str, **body: Any) -> Path:
-    """Ask for a completion, and while it runs, for its capture; the file."""
+    """Ask for a completion, and while it lives, for its capture; the file. Till then D is stopped."""
     folder = system.fleet.settings.capture.folder
     before = set(folder.glob("*.handoff"))
     asking = threading.Thread(target=lambda: system.complete(prompt, route, **body))
-    asking.start()
-    eventually(lambda: system.broker.zcard("cf:live") == 1)
-    live: Any = system.broker.zrange("cf:live", 0, -1)
-    [handoff_id] = [found.decode() for found in live]
-    assert main(["capture", handoff_id, "--broker", system.fleet.settings.broker.url]) == 0
+    engine = route.partition("->")[2]
+    [d] = [each.name for each in system.fleet.settings.workers if each.engine == engine and each.role != "prefill"]
+    os.kill(system.child(d).pid, signal.SIGSTOP)
+    try:
+        asking.start()
+        eventually(lambda: system.broker.zcard("cf:live") == 1)
+        live: Any = system.broker.zrange("cf:live", 0, -1)
+        [handoff_id] = [found.decode() for found in live]
+        assert main(["capture", handoff_id, "--broker", system.fleet.settings.broker.url]) == 0
+    finally:
+        os.kill(system.child(d).pid, signal.SIGCONT)
     asking.join()
     eventually(lambda: len(set(folder.glob("*.handoff")) - before) == 1, 60)
     [file] = set(folder.glob("*.handoff")) - before
@@ -77,7 +85,7 @@ def test_a_wrong_page_with_a_valid_digest_is_found(
 ) -> None:
     """Every digest is right and the text is wrong: computing the pages again says from which token on, and in which."""
     with liar(cheap, tiny_model, "wrong_third_page", tmp_path):
-        file = captured(cheap, TINY_PROMPT, "liar->reference", max_tokens=LONG)
+        file = captured(cheap, TINY_PROMPT, "liar->reference", max_tokens=TOKENS)
     assert main(["handoff", "verify", str(file)]) == 0
     model = ("--model", str(tiny_model))
     status, again = found(capsys, "replay", str(file), "--engine", "reference", *model)

@@ -13,7 +13,7 @@ import pytest
 from tests.ports import free_port
 from tests.scenarios.system import System, eventually, system, worker
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

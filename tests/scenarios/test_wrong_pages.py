@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.sample import tiny
+from tests.scenarios.conftest import LEASE_S
 from tests.scenarios.liar import FAULTS
 from tests.scenarios.system import System, eventually, worker
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 RECOMPUTED = {"payload_bit": "frame_invalid", "duplicated": "frame_invalid", "die": "peer_error"}
 PROMPT = [(7 * i) % 900 + 20 for i in range(300)]  # five pages, the last one partial
 
@@ -27,7 +28,7 @@ def liar(system: System, model: Path, fault: str, tmp_path: Path) -> Iterator[st
     """A prefill worker with one fault, in its own process; yields its replica's name."""
     name = f"liar-{secrets.token_hex(3)}"
     settings = json.loads(system.fleet.settings.model_dump_json(exclude_unset=True))
-    settings["workers"] = [json.loads(json.dumps(worker(name, "reference", model, lease_s=2.0), default=str))]
+    settings["workers"] = [json.loads(json.dumps(worker(name, "reference", model, lease_s=LEASE_S), default=str))]
     file = tmp_path / "liar.json"
     file.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "tests.scenarios.liar", "--config", str(file), "--name", name, "--fault", fault]

@@ -35,7 +35,7 @@ from pipeline.stages.drain import Services
 from tests.proxy import Proxy
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeEngine
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0  # for a loaded machine; nothing here takes a second
 OWNER = "api-1"
 PAGES_PASSWORD = "geheim"  # of D's own page server, where a test gives it one
 ROUTE = Route("fake", f"prefill.fake.{CONTRACT.digest[:8]}", "d-0", "decode.d-0", "fake")

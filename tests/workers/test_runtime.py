@@ -300,8 +300,8 @@ def test_what_runs_is_finished_and_what_waits_stays(build: Build) -> None:
             return said.load if said else {}
 
         eventually(lambda: load().get("draining") == 1, "the draining")
-        time.sleep(1.2)  # one look for a job that had begun before
-        waiting = scene.ask()
+        eventually(lambda: all(taker._stopping.is_set() for taker in scene.runtime._takers.values()), "its takers told")
+        waiting = scene.ask()  # a look for a job that had begun before gives it back
         eventually(
             lambda: load() == {"prefill_running": 0, "decode_running": 1, "draining": 1, "stopping": 1},
             "a further heartbeat",
@@ -330,7 +330,7 @@ def test_no_exception_stops_the_heart(build: Build, caplog: pytest.LogCaptureFix
 @BROKER
 def test_it_comes_back_after_the_broker_was_away(build: Build, server_url: str) -> None:
     with Proxy(urlsplit(server_url).port or 0) as hop:
-        scene = build(hop.url, lease_s=1.0).start()
+        scene = build(hop.url, lease_s=3.0).start()
         scene.take()
         hop.cut()
         eventually(lambda: scene.replica() is None, "the end of its lease")
@@ -381,14 +381,15 @@ def test_a_sweep_that_takes_longer_than_the_lease_is_not_death(build: Build, mon
 
     def long_sweep(janitor: Janitor) -> int:
         swept.set()
-        go_on.wait(30)
+        go_on.wait(120)
         return 0
 
     monkeypatch.setattr(Janitor, "sweep", long_sweep)
-    scene = build(lease_s=1.0).start()
-    assert swept.wait(20)
+    scene = build(lease_s=3.0).start()
+    assert swept.wait(60)
     seen = [int(scene.client.pttl(keys.replica(NAME)))]
-    while len(seen) < 100:  # two seconds and more
+    begun = time.monotonic()
+    while time.monotonic() < begun + 3.5:  # longer than the lease
         time.sleep(0.02)
         seen.append(int(scene.client.pttl(keys.replica(NAME))))
     go_on.set()
@@ -398,13 +399,19 @@ def test_a_sweep_that_takes_longer_than_the_lease_is_not_death(build: Build, mon
 
 @BROKER
 def test_credits_of_a_slow_handoff_keep_their_lease(build: Build) -> None:
-    scene = build(payload_ttl_s=1.0)
+    scene = build(payload_ttl_s=3.0)
     scene.engine.set(imports=0)
     scene.start()
     request = scene.ask()
     eventually(lambda: stream.gauges(scene.client).waiters == 1, "two pages in flight")
-    time.sleep(2.5)
-    assert stream.reap(scene.client) == []
+    first = scene.client.zscore(keys.BUDGET_LEASES, request.handoff_id)
+    assert first is not None
+
+    def outlived() -> bool:
+        assert stream.reap(scene.client) == []
+        return float(scene.client.zscore(keys.BUDGET_LEASES, request.handoff_id) or 0) > float(first) + 3500
+
+    eventually(outlived, "a lease that was renewed beyond its first end")
     scene.engine.set(imports=4)
     scene.finish(request)
     assert scene.client.hget(keys.HandoffKeys(request.handoff_id).record, "recomputed") is None
@@ -414,7 +421,7 @@ def test_credits_of_a_slow_handoff_keep_their_lease(build: Build) -> None:
 @pytest.mark.parametrize("trouble", ["gauges", "broker"])
 def test_it_closes_whatever_the_trouble(build: Build, server_url: str, trouble: str) -> None:
     with Proxy(urlsplit(server_url).port or 0) as hop:
-        scene = build(hop.url).start()
+        scene = build(hop.url, lease_s=600.0).start()  # it does not end by itself
         scene.take()
         if trouble == "gauges":
             scene.engine.set(gauges_error="odd gauges")
