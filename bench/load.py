@@ -37,10 +37,9 @@ from bench import cores, own, report
 from bench.client import Sample, stream
 from bench.fleet import fleet, versions
 from bench.own import Own
-from bench.process import cpu_s
+from bench.process import below, cpu_s
 from bench.report import Target
 from bench.ttft import prompt
-from pipeline.cli.child import Child
 from pipeline.cli.fleet import Fleet
 
 TIMES = tuple(f"{what}_p{percent}_ms" for what in ("ttft", "tpot") for percent in (50, 95, 99))
@@ -159,13 +158,13 @@ def targets(rows: list[dict[str, Any]]) -> list[Target]:
 
 
 class Case(NamedTuple):
-    """One way for the prompts of a round. `d_pid`: whose CPU counts. `warm`: ask for each prompt once before."""
+    """One way for the prompts of a round. `d_pids`: whose CPU counts. `warm`: ask for each prompt once before."""
 
     url: str
     route: str
     answer: int
     salt: str
-    d_pid: int
+    d_pids: frozenset[int]
     warm: bool = False
 
 
@@ -205,27 +204,29 @@ class Bench:
         return taken
 
     def _cases(self, salt: str) -> dict[str, Case]:
-        url, pid, answer = self._system.url, self.d.pid, self._options.answer
-        found = {HANDOFF: Case(url, f"{self._p}->{self._d}", answer, salt, pid)}
-        found[CACHED] = Case(url, f"local:{self._d}", answer, salt, pid)  # D holds what it has imported
+        url, pids, answer = self._system.url, self.d_pids, self._options.answer
+        found = {HANDOFF: Case(url, f"{self._p}->{self._d}", answer, salt, pids)}
+        found[CACHED] = Case(url, f"local:{self._d}", answer, salt, pids)  # D holds what it has imported
         if self._own:
-            found[OWN] = Case(self._own.url, OWN, answer, salt, self._own.engine_pid, warm=True)
-        found[PREFILL] = Case(url, f"local:{self._p}", 1, f"p-{salt}", pid)
+            found[OWN] = Case(self._own.url, OWN, answer, salt, self._own.engine_pids, warm=True)
+        found[PREFILL] = Case(url, f"local:{self._p}", 1, f"p-{salt}", pids)
         if self._options.uncached == "yes":
-            found[UNCACHED] = Case(url, f"local:{self._d}", answer, f"d-{salt}", pid)
+            found[UNCACHED] = Case(url, f"local:{self._d}", answer, f"d-{salt}", pids)
         return found
 
     def _run(self, asked: list[list[int]], case: Case, clients: int) -> Run:
         model = self._options.model.name
         if case.warm:
             drive(case.url, model, asked, case.route, clients, 1, case.salt)
-        before = cpu_s(case.d_pid)
+        before = sum(map(cpu_s, case.d_pids))
         samples, seconds = drive(case.url, model, asked, case.route, clients, case.answer, case.salt)
-        return Run(samples, seconds, cpu_s(case.d_pid) - before)
+        return Run(samples, seconds, sum(map(cpu_s, case.d_pids)) - before)
 
     @property
-    def d(self) -> Child:
-        return next(child for child in self._system.children if child.name == f"{self._d}-0")
+    def d_pids(self) -> frozenset[int]:
+        """D's worker and what it has started."""
+        pid = next(child.pid for child in self._system.children if child.name == f"{self._d}-0")
+        return frozenset({pid, *below(pid)})
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -254,7 +255,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         beside = stack.enter_context(own.server(options.model, directory)) if wanted else None
         bench = Bench(system, beside, options)
         if cores.can_part():
-            cores.part({bench.d.pid, *([beside.engine_pid] if beside else [])})
+            cores.part(bench.d_pids | (beside.engine_pids if beside else frozenset()))
         rows = bench.sweep()
     return {
         "question": "tokens/s under load",

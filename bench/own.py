@@ -28,10 +28,10 @@ RUNNING = 16  # requests in the engine at once: what our workers' default is
 
 
 class Own(NamedTuple):
-    """A server that answers. `engine_pid`: the process that computes; the HTTP edge is another."""
+    """A server that answers. `engine_pids`: the processes that schedule and compute; the HTTP edge is another."""
 
     url: str
-    engine_pid: int
+    engine_pids: frozenset[int]
 
 
 @contextmanager
@@ -51,14 +51,14 @@ def server(model: Path, directory: Path) -> Iterator[Own]:
         children.stop([own], 10)
 
 
-def _ready(own: Child, probe: str) -> int:
-    """The process below it that has used most CPU: the engine."""
+def _ready(own: Child, probe: str) -> frozenset[int]:
+    """The processes below it."""
     deadline = time.monotonic() + READY_S
     while fetch(probe) is None:
         if own.status is not None or time.monotonic() > deadline:
             raise RuntimeError(own.epitaph())
         time.sleep(0.5)
-    return max(process.below(own.pid) or {own.pid}, key=process.cpu_s)
+    return frozenset(process.below(own.pid))
 
 
 def _dtype() -> str:

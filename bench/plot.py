@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench import ttft
-from bench.report import RESULTS, Target
+from bench.report import RESULTS
+from bench.tables import TABLES, Result, Results, gpu_runs
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLUE, GREY, ORANGE, GREEN, RED = "#3b6fb6", "#b4bac4", "#d9822b", "#4b9b6b", "#b6403b"
@@ -28,8 +28,6 @@ COLOURS = (BLUE, ORANGE, GREEN, RED, GREY)
 MARKER = re.compile(
     r"(<!-- (?P<kind>table|picture) (?P<name>[a-z]+): begin -->\n).*?(<!-- (?P=kind) (?P=name): end -->)", re.DOTALL
 )
-Result = dict[str, Any]
-Results = dict[str, Result]
 
 
 def read(folder: Path) -> Results:
@@ -112,7 +110,7 @@ def turns(results: Results) -> Figure | None:
 
 def gpu(results: Results) -> Figure | None:
     """TTFT over prompt length, one picture a file of `ops/gpu/ttft.py`, but for those that a later one replaced."""
-    found = dict(_gpu(results))
+    found = dict(gpu_runs(results))
     if not found:
         return None
     figure, all_axes = _figure(len(found), height=3.0)
@@ -130,12 +128,6 @@ def gpu(results: Results) -> Figure | None:
         axes.legend(fontsize=7, frameon=False)
     all_axes[0].set_ylabel("TTFT, ms; dashed: P alone")
     return figure
-
-
-def _gpu(results: Results) -> Iterator[tuple[str, list[Result]]]:
-    for name, result in results.items():
-        if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
-            yield name.removeprefix("gpu-ttft-"), sorted(result["rows"], key=lambda row: row["prompt_tokens"])
 
 
 def _parted(rows: list[Result], by: str, height: float) -> tuple[Figure, list[tuple[Axes, list[Result]]]]:
@@ -173,67 +165,6 @@ PICTURES = {
     "load": Picture(load, "Tokens per second under load"),
     "turns": Picture(turns, "Turns of a chat"),
     "gpu": Picture(gpu, "Time to first token on a GPU"),
-}
-
-
-def targets(results: Results) -> str:
-    """Every target that any bench states, and what was measured."""
-    lines = _head("bench", "what", "measured", "target", "reached")
-    for name, result in results.items():
-        for row in result.get("targets", ()):
-            verdict = "yes" if row["reached"] else "**no**"
-            lines.append(_row(name, row["what"], f"{row['measured']:.3g} {row['unit']}", row["target"], verdict))
-    return "\n".join(lines) + "\n"
-
-
-def on_gpu(results: Results) -> str:
-    """What handoffs add on a GPU, against the same target as `ttft`'s."""
-    lines = _head("run", "route", "prompt", "P alone, ms", "handoff, ms", "added, ms", "target", "reached")
-    for name, rows in _gpu(results):
-        for row in rows:
-            alone = row["prefill_alone_ms"]
-            target = Target("", row["added_ms"], ttft.SHARE * alone + ttft.FIXED_MS, "ms")
-            times = (f"{value:.1f}" for value in (alone, row["ttft_ms"], row["added_ms"]))
-            verdict = "yes" if target.reached else "**no**"
-            lines.append(_row(name, row["route"], row["prompt_tokens"], *times, f"<= {target.bound:.1f}", verdict))
-    return "\n".join(lines) + "\n"
-
-
-def codecs(results: Results) -> str:
-    """What each codec gives and costs."""
-    lines = _head("codec", "ratio", "encode, MB/s", "decode, MB/s", "CPU s/GB")
-    for row in results.get("codec", {}).get("rows", ()):
-        rates = [
-            f"{row[rate]:.0f}" if row["cpu_s_per_gb"] > 0.01 else "-" for rate in ("encode_mb_per_s", "decode_mb_per_s")
-        ]
-        lines.append(_row(f"`{row['codec']}`", f"{row['ratio']:.3f}", *rates, f"{row['cpu_s_per_gb']:.2f}"))
-    return "\n".join(lines) + "\n"
-
-
-def changed(results: Results) -> str:
-    """What `int8` changes."""
-    lines = _head("text", "KL mean / max, nats", "best token equal", "nll, and added", "greedy tokens equal")
-    for row in results.get("codec", {}).get("int8", ()):
-        divergence = f"{row['kl_mean']:.2g} / {row['kl_max']:.2g}"
-        surprise = f"{row['nll']:.3f} {row['nll_added']:+.4f}"
-        greedy = f"{row['greedy_equal']} of {row['greedy_tokens']}"
-        lines.append(_row(row["text"], divergence, f"{100 * row['best_equal']:.1f} %", surprise, greedy))
-    return "\n".join(lines) + "\n"
-
-
-def _head(*names: str) -> list[str]:
-    return [_row(*names), _row(*("---" for _ in names))]
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-TABLES: dict[str, Callable[[Results], str]] = {
-    "targets": targets,
-    "gpu": on_gpu,
-    "codecs": codecs,
-    "changed": changed,
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import plot
+from bench import limit, plot, tables
 
 PAGE = """# Title
 <!-- table targets: begin -->
@@ -24,7 +24,7 @@ GPU_ROW = {"route": "a->b", "prompt_tokens": 51, "prefill_alone_ms": 100.0, "ttf
 
 
 def test_tables_replace_what_stood_between_the_markers_and_only_that() -> None:
-    results: plot.Results = {
+    results: tables.Results = {
         "router": {"targets": [TARGET]},
         "gpu-ttft-a-b": {"rows": [GPU_ROW | {"prompt_tokens": 184}, GPU_ROW]},  # in the order they were measured
         "gpu-ttft-a-b-earlier": {"rows": [1]},
@@ -32,7 +32,7 @@ def test_tables_replace_what_stood_between_the_markers_and_only_that() -> None:
     page = plot.fill(PAGE, results)
     assert "old" not in page
     assert "between" in page
-    assert "| router | regret | 1.27 % | <= 10 | yes |\n" in page
+    assert "| router | regret | 1.27 % | <= 10 | yes |  |\n" in page
     row = "| a-b | a->b | {} | 100.0 | 130.0 | 20.0 | <= 18.0 | **no** |\n"
     assert row.format(51) + row.format(184) in page
     assert "*Not measured yet.*" in page
@@ -74,3 +74,49 @@ def test_pictures_are_drawn_from_every_result(tmp_path: Path) -> None:
     page = (tmp_path / "performance.md").read_text()
     assert "| a-b | a->b | 51 |" in page
     assert "![Turns of a chat](images/perf-turns.png)" in page
+
+
+def test_what_limits_stands_beside_what_was_missed() -> None:
+    what = "throughput of pages, of plain TCP"
+    missed = TARGET | {"what": what, "reached": False}
+    (line,) = [line for line in tables.targets({"stream": {"targets": [missed]}}).splitlines() if "plain TCP" in line]
+    assert line.endswith(f"| **no** | {limit.of('stream', what)} |")
+    assert limit.of("stream", what)
+    assert limit.of("nothing", "at all") == ""
+
+
+def test_second_turns_of_every_link_in_one_table() -> None:
+    row = {
+        "route": "a->b",
+        "held_tokens": 128,
+        "pages": 1,
+        "prefill_alone_ms": 200.0,
+        "ttft_ms": 260.0,
+        "added_ms": 50.0,
+    }
+    results: tables.Results = {
+        "turns": {"second": [row]},
+        "links": {"turns": [row | {"link": "slow", "wire_ms": 30.0}]},
+    }
+    *_, here, there = tables.second(results).splitlines()
+    assert here == "| loopback | a->b | 128 | 1 | 0 | 200 | 260 | 50 | +25.0 % |"
+    assert there == "| slow | a->b | 128 | 1 | 30 | 200 | 260 | 50 | +10.0 % |"
+
+
+def test_a_table_without_results_has_its_head_alone() -> None:
+    assert [len(table({}).splitlines()) for table in tables.TABLES.values()] == [2] * len(tables.TABLES)
+
+
+def test_rows_of_links_load_and_memory() -> None:
+    link = {"link": "slow", "prompt_tokens": 744, "route": "a->b", "case": "new", "megabytes": 17.69, "reached": True}
+    times = {"prefill_ms": 200.0, "wire_ms": 100.0, "ttft_ms": 230.0, "target_ms": 245.0}
+    assert "| slow | 744 | a->b | new | 17.7 | 200 | 100 | 230 | 245 | yes |" in tables.crossed(
+        {"links": {"rows": [link | times]}}
+    )
+    load = {"clients": 16, "case": "handoff", "tokens_per_s": 5.0, "of_cached": 0.5, "of_limit": 0.9}
+    assert "| load | 16 | handoff | 5.0 | 0.50 |  | 0.90 | 12 |" in tables.loads(
+        {"load": {"rows": [load | {"d_cpu_ms_per_token": 12.3}]}}
+    )
+    names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
+    peaks = {f"{name}_mib": float(at) for at, name in enumerate(names)}
+    assert "| mlx | 0 | 1 | 2 | 3 | 4 | 5 |" in tables.memory({"memory": {"rows": [peaks | {"engine": "mlx"}]}})

@@ -1,0 +1,28 @@
+"""Limit: what stands in the way of a target that was missed, as far as it is known.
+
+Told beside the number in `docs/performance.md`; a bench that reaches its targets needs no row here.
+"""
+
+from __future__ import annotations
+
+CPU = "two cores for P, D, broker, API and client"
+_LIMITS = {
+    ("codec", "auto on"): "noise: on two shared cores `auto` sent `raw`, as `raw` itself did",
+    ("gpu-stream", ""): "CPU per byte of three processes where plain TCP has two; one core of Python on each side",
+    ("links", "prompt new"): f"{CPU}: sending takes them from computing",
+    ("links", "prompt held"): f"{CPU}; D computes the last token when the last page is in",
+    ("links", "second turn"): "the scatter of a prefill of a second on shared cores is several times the 25 ms",
+    ("load", "own server"): "P, where it is the slower one; else D's import and joining of prompts",
+    ("load", "prompts cached"): "P, where it is the slower one; else D's import and joining of prompts",
+    ("load", "the slower"): f"{CPU} less D's own",
+    ("memory", "vllm"): "PyTorch's allocator keeps what a page's import needed for a moment",
+    ("stream", "plain TCP"): f"{CPU}: a copy by each of three processes, a digest by two",
+    ("stream", "xoscar"): "as above; xoscar has no third process between its two",
+    ("ttft", ""): "the scatter of CPU prefill on shared cores; on a GPU see the table below",
+    ("turns", ""): "the scatter of a prefill of a second on shared cores is several times the 25 ms",
+}
+
+
+def of(bench: str, what: str) -> str:
+    """For a target's row; empty where nothing is known."""
+    return next((why for (name, part), why in _LIMITS.items() if name == bench and part in what), "")

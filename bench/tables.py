@@ -1,0 +1,127 @@
+"""Tables of `docs/performance.md`, from results of benches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench import limit, ttft
+from bench.report import Target
+
+Result = dict[str, Any]
+Results = dict[str, Result]
+
+
+def targets(results: Results) -> str:
+    """Every target that any bench states, what was measured, and what stands in the way of those that were missed."""
+    lines = _head("bench", "what", "measured", "target", "reached", "what limits it")
+    for name, result in results.items():
+        for row in result.get("targets", ()):
+            verdict, why = ("yes", "") if row["reached"] else ("**no**", limit.of(name, row["what"]))
+            lines.append(_row(name, row["what"], f"{row['measured']:.3g} {row['unit']}", row["target"], verdict, why))
+    return "\n".join(lines) + "\n"
+
+
+def crossed(results: Results) -> str:
+    """TTFT over slow links."""
+    lines = _head("link", "prompt", "route", "case", "MB", "P alone", "wire", "TTFT", "bound, ms", "reached")
+    for row in results.get("links", {}).get("rows", ()):
+        times = (f"{row[what]:.0f}" for what in ("prefill_ms", "wire_ms", "ttft_ms", "target_ms"))
+        verdict = "yes" if row["reached"] else "**no**"
+        what = (row["link"], row["prompt_tokens"], row["route"], row["case"], f"{row['megabytes']:.1f}")
+        lines.append(_row(*what, *times, verdict))
+    return "\n".join(lines) + "\n"
+
+
+def second(results: Results) -> str:
+    """Second turns of a chat, on the loopback and on slow links."""
+    lines = _head("link", "route", "held", "pages", "wire, ms", "P alone, ms", "TTFT, ms", "added, ms", "of P alone")
+    rows = [{"link": "loopback", "wire_ms": 0.0, **row} for row in results.get("turns", {}).get("second", ())]
+    for row in rows + results.get("links", {}).get("turns", []):
+        times = (f"{row[what]:.0f}" for what in ("wire_ms", "prefill_alone_ms", "ttft_ms", "added_ms"))
+        share = f"{100 * (row['added_ms'] - row['wire_ms']) / row['prefill_alone_ms']:+.1f} %"
+        lines.append(_row(row["link"], row["route"], row["held_tokens"], row["pages"], *times, share))
+    return "\n".join(lines) + "\n"
+
+
+def memory(results: Results) -> str:
+    """Peaks of workers over their engines'."""
+    lines = _head("engine", "bare, at rest", "worker, at rest", "bare, peak", "worker, peak", "over", "allowed, MiB")
+    for row in results.get("memory", {}).get("rows", ()):
+        names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
+        lines.append(_row(row["engine"], *(f"{row[f'{name}_mib']:.0f}" for name in names)))
+    return "\n".join(lines) + "\n"
+
+
+def loads(results: Results) -> str:
+    """Tokens per second and D's CPU for each."""
+    lines = _head(
+        "run", "clients", "case", "tokens/s", "of D cached", "of its own server", "of the slower", "CPU of D, ms/token"
+    )
+    for name, result in results.items():
+        for row in result["rows"] if name.startswith("load") else ():
+            told = (f"{row[share]:.2f}" if share in row else "" for share in ("of_cached", "of_own", "of_limit"))
+            cpu = f"{row['d_cpu_ms_per_token']:.0f}" if "d_cpu_ms_per_token" in row and "of_cached" in row else ""
+            lines.append(_row(name, row["clients"], row["case"], f"{row['tokens_per_s']:.1f}", *told, cpu))
+    return "\n".join(lines) + "\n"
+
+
+def on_gpu(results: Results) -> str:
+    """What handoffs add on a GPU, against the same target as `ttft`'s."""
+    lines = _head("run", "route", "prompt", "P alone, ms", "handoff, ms", "added, ms", "target", "reached")
+    for name, rows in gpu_runs(results):
+        for row in rows:
+            alone = row["prefill_alone_ms"]
+            target = Target("", row["added_ms"], ttft.SHARE * alone + ttft.FIXED_MS, "ms")
+            times = (f"{value:.1f}" for value in (alone, row["ttft_ms"], row["added_ms"]))
+            verdict = "yes" if target.reached else "**no**"
+            lines.append(_row(name, row["route"], row["prompt_tokens"], *times, f"<= {target.bound:.1f}", verdict))
+    return "\n".join(lines) + "\n"
+
+
+def codecs(results: Results) -> str:
+    """What each codec gives and costs."""
+    lines = _head("codec", "ratio", "encode, MB/s", "decode, MB/s", "CPU s/GB")
+    for row in results.get("codec", {}).get("rows", ()):
+        rates = [
+            f"{row[rate]:.0f}" if row["cpu_s_per_gb"] > 0.01 else "-" for rate in ("encode_mb_per_s", "decode_mb_per_s")
+        ]
+        lines.append(_row(f"`{row['codec']}`", f"{row['ratio']:.3f}", *rates, f"{row['cpu_s_per_gb']:.2f}"))
+    return "\n".join(lines) + "\n"
+
+
+def changed(results: Results) -> str:
+    """What `int8` changes."""
+    lines = _head("text", "KL mean / max, nats", "best token equal", "nll, and added", "greedy tokens equal")
+    for row in results.get("codec", {}).get("int8", ()):
+        divergence = f"{row['kl_mean']:.2g} / {row['kl_max']:.2g}"
+        surprise = f"{row['nll']:.3f} {row['nll_added']:+.4f}"
+        greedy = f"{row['greedy_equal']} of {row['greedy_tokens']}"
+        lines.append(_row(row["text"], divergence, f"{100 * row['best_equal']:.1f} %", surprise, greedy))
+    return "\n".join(lines) + "\n"
+
+
+def gpu_runs(results: Results) -> Iterator[tuple[str, list[Result]]]:
+    for name, result in results.items():
+        if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
+            yield name.removeprefix("gpu-ttft-"), sorted(result["rows"], key=lambda row: row["prompt_tokens"])
+
+
+def _head(*names: str) -> list[str]:
+    return [_row(*names), _row(*("---" for _ in names))]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "targets": targets,
+    "gpu": on_gpu,
+    "codecs": codecs,
+    "changed": changed,
+    "links": crossed,
+    "turns": second,
+    "memory": memory,
+    "load": loads,
+}
