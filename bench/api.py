@@ -30,6 +30,7 @@ from redis import Redis
 
 from bench import report
 from bench.fleet import free_port
+from bench.process import cpu_s
 from pipeline import checkpoint
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
@@ -49,7 +50,6 @@ from pipeline.settings import BrokerSettings, Settings
 PROMPT = "Water evaporates and condenses. " * 12
 TEXT_IDS = tuple(range(300, 700))  # ordinary words of any of our vocabularies
 BUDGET_BYTES = 64 << 20
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Turn(NamedTuple):
@@ -110,12 +110,6 @@ class Player(threading.Thread):
         return None if last else turn._replace(due=turn.due + step, told=turn.told + 1)
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that process has used so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
 async def post(url: str, body: dict[str, Any]) -> list[float]:
     """One request on its own connection, read as it comes: when each piece of the body arrived, monotonic seconds."""
     host, port = url.removeprefix("http://").split(":")
@@ -152,8 +146,8 @@ def measure(url: str, pid: int, model: str, options: argparse.Namespace, player:
     """CPU per request and per token, and the silences in the streams."""
     asyncio.run(many(url, 20, 4, body(model, 1, stream=False)))  # warm
     start = cpu_s(pid)
-    time.sleep(3)
-    idle = (cpu_s(pid) - start) / 3
+    time.sleep(options.idle_s)
+    idle = (cpu_s(pid) - start) / options.idle_s
 
     def spent(count: int, at_once: int, asked: dict[str, Any]) -> tuple[float, float, list[list[float]]]:
         before, began = cpu_s(pid), time.monotonic()
@@ -199,8 +193,8 @@ def api(model: Path, broker: str, directory: Path) -> Iterator[tuple[str, int]]:
         children.stop([child], 10)
 
 
-def main() -> int:
-    options = _options()
+def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """A row for ours, and one for vLLM's own server where one was named."""
     contract = checkpoint.read_contract(options.model)
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name, EmbeddedServer(Path(name) / "broker", BUDGET_BYTES) as broker:
@@ -214,27 +208,33 @@ def main() -> int:
         finally:
             player.stopping = True
             player.join()
+            client.close()
     if options.vllm_url:
         rows["vllm"] = measure(options.vllm_url, options.vllm_pid, options.vllm_model, options, None)
+    return rows
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    rows = run(options)
     columns = ["server", *next(iter(rows.values()))]
     report.table("The HTTP edge", columns, [[name, *row.values()] for name, row in rows.items()])
-    asked = {key: str(value) for key, value in vars(options).items()}
-    print(report.save("api", {"asked": asked, "rows": rows}))
-    return 0
+    print("written:", report.save("api", {"options": report.options(options), "rows": rows}))
 
 
-def _options() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rate", type=float, default=8.0, help="tokens a second of each stream")
+    parser.add_argument("--idle-s", type=float, default=3.0, help="how long it is watched doing nothing")
     parser.add_argument("--vllm-url", help="vLLM's own server, for the same requests")
     parser.add_argument("--vllm-pid", type=int, help="its API process")
     parser.add_argument("--vllm-model", default="models/smollm2-135m", help="the model's name there")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench import link, quality, report, stream
+from bench.fleet import versions
 from bench.pair import Measured, Pair
 from bench.report import Target
 from bench.server import server
@@ -164,6 +165,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "question": "what each codec gives and costs, and what int8 changes",
         "options": report.options(options),
+        "engines": versions((options.engine,)),
         "pages": len(pages),
         "page_bytes": pages[0].data.nbytes,
         "shaped_links": shaped or link.missing() or "not asked for",

@@ -6,7 +6,7 @@ Both peaks are those of the requests alone: the kernel's high-water mark is rese
 What a worker may need more is 64 MiB and the staging of the requests in import: the pages that `docs/memory.md` allows
 each of them.
 
-    python -m bench.memory [--engines vllm,mlx,reference] [--requests 8] [--clients 4] [--tokens 300] [--answer 8]
+    python -m bench.memory [--engines vllm,mlx,reference] [--requests 6] [--clients 4] [--tokens 200] [--answer 4]
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="vllm,mlx,reference")
-    parser.add_argument("--requests", type=int, default=8, help="of each direction")
+    parser.add_argument("--requests", type=int, default=6, help="of each direction")
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--answer", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--answer", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
     return parser.parse_args(arguments)

@@ -151,7 +151,7 @@ def main() -> None:
     for name, value in overall.items():
         print(f"{name:24} {value:6.1f}")
     result = {"question": "regret of the router against the better way", "summary": overall, "rows": found}
-    report.finish("router", result | vars(options) | {"targets": report.rows(targets(overall))})
+    report.finish("router", result | {"options": report.options(options), "targets": report.rows(targets(overall))})
 
 
 if __name__ == "__main__":

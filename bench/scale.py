@@ -175,7 +175,8 @@ def main() -> None:
             name: series(url, name, [int(v) for v in values.split(",")], options.requests)
             for name, values in asked.items()
         }
-    result = {"question": "cost of one request at scale", "requests": options.requests, "tables": tables}
+    asked_for = report.options(options)  # no draw in it: prompts are counted numbers
+    result = {"question": "cost of one request at scale", "options": asked_for, "tables": tables}
     print("written:", report.save("scale", result))
 
 
