@@ -64,7 +64,7 @@ def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield url
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def _work(gate: threading.Event) -> Callable[[str], Mapping[str, object]]:
         if handoff_id == "gone":
             raise HandoffCancelledError("the client is gone")
         if handoff_id.startswith("slow"):
-            gate.wait(30)
+            gate.wait(60)
         return {"pages": 3}
 
     return handle
@@ -90,7 +90,7 @@ def jobs(server_url: str, redis_client: Redis) -> Iterator[dict[str, str]]:
         finally:
             gate.set()
             worker.request_stop()
-            thread.join(20)
+            thread.join(60)
 
 
 def test_the_queue_list_counts_every_state(get: Get, jobs: dict[str, str]) -> None:

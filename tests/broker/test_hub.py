@@ -94,13 +94,17 @@ class _Swallowing:
 
     is_connected = True
 
+    def __init__(self) -> None:
+        self.sending = asyncio.Event()
+
     @property
     def connection(self) -> Self:
         return self
 
     async def send_command(self, *args: str, check_health: bool) -> None:
+        self.sending.set()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(3600)
 
 
 def test_a_cancelled_open_ends_although_the_client_library_swallows_it(server_url: str) -> None:

@@ -42,11 +42,11 @@ class Peer:
             self._closed.wait()
 
     def say(self, data: bytes) -> None:
-        assert self._made.wait(20)
+        assert self._made.wait(60)
         self._one.sendall(data)
 
     def hang_up(self) -> None:
-        assert self._made.wait(20)
+        assert self._made.wait(60)
         self._one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ def tls_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 def _await(client: Redis, server: subprocess.Popen[bytes]) -> None:

@@ -34,7 +34,7 @@ from pipeline.settings import BrokerSettings
 
 NAME = "decode.d-0"
 SETTINGS = BrokerSettings(result_ttl_s=50, failure_ttl_s=500, handoff_ttl_s=800.0)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def _wait(condition: Callable[[], object], what: str) -> None:

@@ -29,7 +29,7 @@ from pipeline.settings import Settings
 from tests.proxy import Proxy
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Counting(Ledger):

@@ -220,7 +220,7 @@ def test_a_long_prompt_streams_through_a_window_of_two_pages(line: Line) -> None
             peak = max(peak, gauges(line.client).in_flight_bytes)
             reader.imported()
         assert reader.read(10) == Commit(20, (7,))
-        assert sent.result(10).bytes_written == 20 * PAGE_BYTES
+        assert sent.result(60).bytes_written == 20 * PAGE_BYTES
     assert PAGE_BYTES <= peak <= 2 * PAGE_BYTES
 
 
@@ -256,12 +256,12 @@ def test_a_stopped_decoder_stalls_only_itself(line: Line) -> None:
             other.fence()
             sent = pool.submit(other.send)
             other.receive(other.reader())
-            sent.result(10)
+            sent.result(60)
             release(other.client, other.handoff_id)
         assert not blocked.done()
         stop[0] = True
         with pytest.raises(HandoffCancelledError):
-            blocked.result(5)
+            blocked.result(60)
     release(line.client, line.handoff_id)
     line.assert_nothing_remains()
 
@@ -298,7 +298,7 @@ def test_release_wakes_a_writer_that_waits(line: Line) -> None:
             time.sleep(0.01)
         release(line.client, line.handoff_id)
         other.receive(other.reader())
-        sent.result(5)
+        sent.result(60)
 
 
 # -- fences

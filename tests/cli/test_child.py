@@ -30,7 +30,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
     yield run
     for each in started:
         each.kill()
-        assert each.join(10.0)
+        assert each.join(60.0)
 
 
 def wait_for_output(each: Child) -> None:
@@ -40,7 +40,7 @@ def wait_for_output(each: Child) -> None:
 
 def test_the_end_of_the_log_and_how_it_ended(spawn: Spawn) -> None:
     each = spawn("worker", "import sys; [print(i) for i in range(50)]; sys.exit(3)")
-    assert each.join(30.0)
+    assert each.join(60.0)
     assert each.status == 3
     assert each.tail(lines=2) == "48\n49"
     head, *lines = each.epitaph().splitlines()
@@ -50,7 +50,7 @@ def test_the_end_of_the_log_and_how_it_ended(spawn: Spawn) -> None:
 
 def test_a_signal_is_named(spawn: Spawn) -> None:
     each = spawn("worker", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
-    assert each.join(30.0)
+    assert each.join(60.0)
     assert each.epitaph().startswith("worker ended with signal SIGKILL;")
 
 
@@ -77,6 +77,6 @@ def test_kill_takes_what_it_started_too(spawn: Spawn) -> None:
     grandchild = int(each.tail().split()[0])
     os.kill(grandchild, 0)
     each.kill()
-    assert each.join(10.0)
+    assert each.join(60.0)
     while alive(grandchild):  # reparented: its new parent reaps it in its own time; the test's timeout bounds this
         pass

@@ -118,12 +118,12 @@ def test_a_dead_worker_is_buried_and_the_rest_serves(fleet: Fleet) -> None:
     a, b, _ = fleet.children
     assert fleet.serves
     a.kill()
-    assert a.join(10.0)
+    assert a.join(60.0)
     assert a in fleet.dead()
     fleet.bury(a)
     assert a not in fleet.children
     b.kill()
-    assert b.join(10.0)
+    assert b.join(60.0)
     assert not fleet.serves
 
 

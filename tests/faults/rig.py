@@ -97,7 +97,7 @@ class Crew(Fleet):
     def revive(self, name: str) -> None:
         """Start `name` again; it must have ended."""
         old = self.child(name)
-        assert old.join(10.0), f"{name} still runs"
+        assert old.join(60.0), f"{name} still runs"
         self.restart(old)
 
 
@@ -125,7 +125,7 @@ class Rig(System):
         self.deaths[name] += 1
         self._killed_s = time.monotonic()
         self.crew.child(name).kill()
-        assert self.crew.child(name).join(10.0)
+        assert self.crew.child(name).join(60.0)
         self.dying.discard(name)
 
     def pause(self, name: str) -> None:

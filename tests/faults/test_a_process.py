@@ -79,7 +79,7 @@ def test_a04_d_dies_before_it_takes_the_job(hurt: Rig) -> None:
 
 
 def test_a05_d_dies_in_the_middle_of_its_import(hurt: Rig) -> None:
-    with hurt.holding("decode", page(4)) as held:
+    with hurt.holding("decode", page(6)) as held:
         question, call = _begin(hurt, 6)
         hurt.kill(held())
     _right_or_lost(question, 6, call.result())

@@ -62,7 +62,7 @@ def test_the_broker_starts_with_its_file_and_workers_accept_it(server: str, tmp_
             assert client.config_get("save") == {"save": ""}
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def answered(client: Redis, process: subprocess.Popen[bytes]) -> None:

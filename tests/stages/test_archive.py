@@ -94,7 +94,7 @@ def test_a_slow_disk_keeps_nobody_waiting(tmp_path: Path) -> None:
     slow = numbered(1)
 
     def finish() -> Capture:
-        assert go.wait(30)
+        assert go.wait(60)
         return slow
 
     with archive(tmp_path, buffer_bytes=10) as store:

@@ -161,7 +161,7 @@ def test_the_second_asks_for_room_once_the_first_has_its_token(pool: ThreadPoolE
     assert not second.done()
     assert len(inner.works) == 1
     next(iter(steps))
-    second.result(20).close()
+    second.result(60).close()
     assert [work.request for work in inner.works] == [one, two]
     first.close()
     assert crowd.size == 0
@@ -176,7 +176,7 @@ def test_the_next_one_leads_when_the_first_is_closed(pool: ThreadPoolExecutor) -
     eventually(lambda: sum(job.done() for job in later) == 1, "one of them admitted")
     next(job for job in later if job.done()).result().close()
     for job in later:
-        job.result(20).close()
+        job.result(60).close()
     assert crowd.size == 0
     assert len(inner.works) == 3
 

@@ -88,7 +88,7 @@ def test_a_prompt_that_d_computed_after_all_is_a_recovery(stand: Stand) -> None:
     request = stand.open(200)
     p, d = stand.prefill(request), stand.decode(request)
     with pytest.raises(EngineError):
-        p.result(20)
+        p.result(60)
     outcome(d)
     assert samples(stand.p_services)["crossfill_parts_total/failed/prefill"] == 1
     found = samples(stand.d_services)

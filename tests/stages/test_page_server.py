@@ -187,7 +187,7 @@ def test_a_wrong_password_says_which_setting(strict: Stand, beside: Beside) -> N
     with pytest.raises(
         PageServerError, match=r"refused our credentials: check user and password in broker\.pages_user"
     ):
-        job.result(20)
+        job.result(60)
     assert PAGES_PASSWORD not in str(strict.log(request)[-1].error)
 
 

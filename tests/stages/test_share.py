@@ -28,7 +28,7 @@ class Visitor(threading.Thread):
         with self.share.holding(self.tokens, 30.0, nothing):
             self.order.append(self.name)
             self.inside.set()
-            self.leave.wait(30.0)
+            self.leave.wait(60.0)
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -62,15 +62,15 @@ def test_one_that_is_larger_than_all_enters_alone() -> None:
 def test_first_come_first_served_a_small_one_does_not_overtake() -> None:
     share, order = ImportShare(100), list[str]()
     first = Visitor(share, "first", 80, order)
-    assert first.inside.wait(30)
+    assert first.inside.wait(60)
     large = Visitor(share, "large", 90, order)
     _until(lambda: len(share._line) == 1)
     small = Visitor(share, "small", 10, order)
     _until(lambda: len(share._line) == 2)
     assert order == ["first"]
     first.leave.set()
-    assert large.inside.wait(30)
-    assert small.inside.wait(30)
+    assert large.inside.wait(60)
+    assert small.inside.wait(60)
     assert order == ["first", "large", "small"]
     for one in (large, small):
         one.leave.set()
@@ -115,7 +115,7 @@ def test_those_inside_may_leave_while_a_waiter_asks_whether_to_go_on() -> None:
     waiter.start()
     asking.wait()
     leave.set()
-    inside.join(20)
+    inside.join(60)
     left = not inside.is_alive()
     answer.set()
     waiter.join()

@@ -308,7 +308,7 @@ def test_what_runs_is_finished_and_what_waits_stays(build: Build) -> None:
         )
         assert not closing.done()
         scene.engine.set(tokens=3)
-        closing.result(30)
+        closing.result(60)
     assert (scene.state(running), scene.said(running)) == (State.FINISHED, text(running))
     assert scene.state(waiting) is State.CREATED
     assert queue.queue_lengths(scene.client, [PREFILL, DECODE]) == {PREFILL: 1, DECODE: 1}

@@ -47,7 +47,7 @@ def test_steps_run_until_the_work_is_done_and_again_after_a_command() -> None:
 
     for total in (5, 10):
         loop.call(give)
-        assert counter.idle.wait(10)
+        assert counter.idle.wait(60)
         assert counter.steps == total
     loop.stop()
     loop.stop()
@@ -66,7 +66,7 @@ def test_a_command_that_fails_is_its_callers() -> None:
 def test_a_step_that_fails_ends_the_thread() -> None:
     loop = Loop[Counter]("counting", lambda _: Counter())
     loop.post(lambda: setattr(loop.stepper, "work", -1))
-    loop._thread.join(10)
+    loop._thread.join(60)
     assert isinstance(loop.stepper.died, ValueError)
     with pytest.raises(EngineError, match="the engine has ended"):
         loop.call(lambda: None)
@@ -79,16 +79,16 @@ def test_commands_left_at_the_end_are_refused() -> None:
 
     def hold() -> None:
         entered.set()
-        leave.wait(10)
+        leave.wait(60)
         loop._stopping = True
 
     holding = loop.post(hold)
-    assert entered.wait(10)
+    assert entered.wait(60)
     left = loop.post(lambda: None)
     leave.set()
-    assert holding.result(10) is None
+    assert holding.result(60) is None
     with pytest.raises(EngineError):
-        left.result(10)
+        left.result(60)
     loop.stop()
 
 

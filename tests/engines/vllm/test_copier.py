@@ -103,7 +103,7 @@ class Event:
         return self.passed.is_set()
 
     def synchronize(self) -> None:
-        assert self.passed.wait(30)
+        assert self.passed.wait(60)
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
