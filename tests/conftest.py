@@ -7,6 +7,7 @@ imported only when a server is asked for: the environments of some engines have 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,18 @@ from tests.ports import free_port
 
 if TYPE_CHECKING:
     from redis import Redis
+
+
+def pytest_configure() -> None:
+    """Drawn examples are the same in every run, and may take as long as a busy machine makes them take."""
+    if importlib.util.find_spec("hypothesis") is None:  # in the environments of some engines
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("steady")
 
 
 def _binary(kind: str) -> str:

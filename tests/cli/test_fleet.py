@@ -18,7 +18,7 @@ from tests.ports import free_port
 
 RECORDER = """#!{python}
 import json, os, signal, sys, time
-name = sys.argv[sys.argv.index("--name") + 1]
+name = sys.argv[sys.argv.index("--name") + 1] if "--name" in sys.argv else "api"
 def end(*_):
     with open({log!r}, "a") as log: log.write(name + "\\n")
     sys.exit(0)
@@ -113,7 +113,10 @@ def test_a_child_that_ends_before_it_is_ready_is_reported_with_its_log(fleet: Fl
             pass
 
 
-def test_a_dead_worker_is_buried_and_the_rest_serves(fleet: Fleet) -> None:
+def test_a_dead_worker_is_buried_and_the_rest_serves(
+    fleet: Fleet, recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(recorder))  # an API that lives: there is no model for a real one
     fleet.start()
     a, b, _ = fleet.children
     assert fleet.serves

@@ -14,7 +14,7 @@ from tests.scenarios.system import eventually
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 LOST = {"worker_lost", "no_replica"}  # of a retryable 5xx, or of an error frame
 ROUTE = "reference->reference"
-LONG = 500  # prompt tokens: eight pages
+LONG = 1000  # prompt tokens: sixteen pages, of which four are under way at most
 TOKEN = script("emit")  # what D sends with each token
 PAGES_OF_150 = 3
 
