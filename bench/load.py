@@ -44,11 +44,12 @@ from pipeline.cli.fleet import Fleet
 
 TIMES = tuple(f"{what}_p{percent}_ms" for what in ("ttft", "tpot") for percent in (50, 95, 99))
 COLUMNS = ("clients", "case", "requests", *TIMES)
-RATES = ("tokens_per_s", "goodput_per_s", "d_cpu_ms_per_token", "of_cached", "of_limit", "of_own")
+RATES = ("tokens_per_s", "goodput_per_s", "d_cpu_ms_per_token", "of_cached", "of_cpu", "of_limit", "of_own")
 TARGET, TARGET_CLIENTS = 0.9, 16
 SHARES = {
     "of_own": "D's own server with prompts cached",
     "of_cached": "D alone with prompts cached",
+    "of_cpu": "D alone with prompts cached, per CPU second of D",
     "of_limit": "the slower of P and D alone",
 }
 FEWEST = 8  # requests of one client
@@ -133,7 +134,8 @@ def percentile(values: list[float], percent: int) -> float:
 
 def compare(runs: dict[str, dict[str, Any]], answer: int) -> list[dict[str, Any]]:
     """The rows of one number of clients. `of_cached`: of D with everything cached; `of_limit`: of the slower of that
-    and P, whose every request stands for `answer` tokens; `of_own`: of D's own server, where that was asked."""
+    and P, whose every request stands for `answer` tokens; `of_own`: of D's own server, where that was asked; `of_cpu`:
+    of the tokens that D alone gives for a second of its own CPU, which is `of_cached` on a machine of D's own."""
     cached = runs[CACHED]["tokens_per_s"]
     against = {"of_cached": cached, "of_limit": min(cached, runs[PREFILL]["tokens_per_s"] * answer)}
     if OWN in runs:
@@ -143,6 +145,8 @@ def compare(runs: dict[str, dict[str, Any]], answer: int) -> list[dict[str, Any]
         for case, row in runs.items()
         if case != PREFILL  # one token a request: its tokens are not an answer's
     }
+    for case in shares:
+        shares[case]["of_cpu"] = runs[CACHED]["d_cpu_ms_per_token"] / runs[case]["d_cpu_ms_per_token"]
     return [{"case": case, **row, **shares.get(case, {})} for case, row in runs.items()]
 
 

@@ -60,7 +60,9 @@ def loads(results: Results) -> str:
     )
     for name, result in results.items():
         for row in result["rows"] if name.startswith("load") else ():
-            told = (f"{row[share]:.2f}" if share in row else "" for share in ("of_cached", "of_own", "of_limit"))
+            told = (
+                f"{row[share]:.2f}" if share in row else "" for share in ("of_cached", "of_cpu", "of_own", "of_limit")
+            )
             cpu = f"{row['d_cpu_ms_per_token']:.0f}" if "d_cpu_ms_per_token" in row and "of_cached" in row else ""
             lines.append(_row(name, row["clients"], row["case"], f"{row['tokens_per_s']:.1f}", *told, cpu))
     return "\n".join(lines) + "\n"

@@ -32,18 +32,19 @@ def test_rates_and_percentiles() -> None:
 
 def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
     rate = {load.HANDOFF: 40.0, load.PREFILL: 5.0, load.UNCACHED: 20.0, load.CACHED: 100.0}
-    runs = {case: {"clients": 16, "tokens_per_s": each} for case, each in rate.items()}
+    runs = {case: {"clients": 16, "tokens_per_s": each, "d_cpu_ms_per_token": 8.0} for case, each in rate.items()}
+    runs[load.HANDOFF]["d_cpu_ms_per_token"] = 10.0
     rows = {row["case"]: row for row in load.compare(runs, answer=10)}
     assert rows[load.HANDOFF]["of_cached"] == 0.4
     assert rows[load.HANDOFF]["of_limit"] == 0.8  # P lets 5 requests of 10 tokens through
     assert "of_cached" not in rows[load.PREFILL]
     found = load.targets(list(rows.values()))
-    assert [(target.measured, target.reached) for target in found] == [(0.4, False), (0.8, False)]
+    assert [(target.measured, target.reached) for target in found] == [(0.4, False), (0.8, False), (0.8, False)]
     assert load.targets([row | {"clients": 4} for row in rows.values()]) == []
-    runs[load.OWN] = {"clients": 16, "tokens_per_s": 50.0}
+    runs[load.OWN] = {"clients": 16, "tokens_per_s": 50.0, "d_cpu_ms_per_token": 8.0}
     rows = {row["case"]: row for row in load.compare(runs, answer=10)}
     assert rows[load.HANDOFF]["of_own"] == 0.8
-    assert [target.measured for target in load.targets(list(rows.values()))] == [0.8, 0.4, 0.8]
+    assert [target.measured for target in load.targets(list(rows.values()))] == [0.8, 0.4, 0.8, 0.8]
 
 
 def test_one_answer_is_every_percentile() -> None:

@@ -114,7 +114,7 @@ def test_rows_of_links_load_and_memory() -> None:
         {"links": {"rows": [link | times]}}
     )
     load = {"clients": 16, "case": "handoff", "tokens_per_s": 5.0, "of_cached": 0.5, "of_limit": 0.9}
-    assert "| load | 16 | handoff | 5.0 | 0.50 |  | 0.90 | 12 |" in tables.loads(
+    assert "| load | 16 | handoff | 5.0 | 0.50 |  |  | 0.90 | 12 |" in tables.loads(
         {"load": {"rows": [load | {"d_cpu_ms_per_token": 12.3}]}}
     )
     names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
