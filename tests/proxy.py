@@ -29,6 +29,8 @@ class Faults:
 
     `black_hole`: nothing passes and nothing is refused; what was sent arrives late, when the fault ends.
     `limit_bytes`: a connection is reset after that many bytes in the direction `limit`.
+    `stall_bytes`: one that has passed so many stalls instead: it passes no more, nor does any that is made after that,
+    until the fault ends. The others go on: a link is clogged, and whoever is behind it lives.
     """
 
     latency_s: float = 0.0
@@ -37,6 +39,7 @@ class Faults:
     slow_close_s: float = 0.0
     black_hole: bool = False
     limit_bytes: int | None = None
+    stall_bytes: int | None = None
     limit: Way = "up"
 
 
@@ -49,6 +52,7 @@ class _Pair:
     doomed: bool = False  # a command of it went through whose reply must not
     passed: dict[Way, int] = field(default_factory=lambda: {"up": 0, "down": 0})
     seen: bytes = b""  # the last bytes sent, where a marker may begin
+    stalled: bool = False
     rst: set[socket.socket] = field(default_factory=set)  # ends that close by RST instead of FIN
 
     def shut(self) -> None:
@@ -82,6 +86,7 @@ class Proxy:
         self.refused = 0  # connections turned away since the last cut
         self.lost = 0  # replies swallowed since the last `lose`
         self.resets = 0
+        self.stalled = threading.Event()  # a connection has passed `stall_bytes`; until the next `apply` or `mend`
         threading.Thread(target=self._serve, name="proxy", daemon=True).start()
 
     @property
@@ -105,8 +110,9 @@ class Proxy:
         """From now on, for connections old and new, until the next `apply` or `mend`."""
         with self._lock:
             self._faults = faults
+            self.stalled.clear()
             for pair in self._pairs:
-                pair.passed = {"up": 0, "down": 0}
+                pair.passed, pair.stalled = {"up": 0, "down": 0}, False
 
     def aim(self, port: int) -> None:
         """From now on towards another server: a failover. Every connection is reset."""
@@ -136,8 +142,9 @@ class Proxy:
 
     def mend(self) -> None:
         """A plain hop again."""
+        self.apply(Faults())
         with self._lock:
-            self._cut, self._faults, self._to_lose, self._to_hold = False, Faults(), 0, False
+            self._cut, self._to_lose, self._to_hold = False, 0, False
 
     def __enter__(self) -> Self:
         return self
@@ -166,7 +173,7 @@ class Proxy:
             except OSError:  # the server is down: so is what the client sees
                 near.close()
                 return
-            pair = _Pair(near, far)
+            pair = _Pair(near, far, stalled=self.stalled.is_set())
             self._pairs.append(pair)
         threading.Thread(target=self._pass, args=(pair, "up"), daemon=True).start()
         threading.Thread(target=self._pass, args=(pair, "down"), daemon=True).start()
@@ -187,17 +194,30 @@ class Proxy:
     def _forward(self, pair: _Pair, way: Way, data: bytes, target: socket.socket) -> None:
         """Raises OSError where the connection is to end."""
         while data:
-            faults = self._await_passage()
-            piece, data = data[: faults.piece_bytes], data[faults.piece_bytes :]
+            faults = self._await_passage(pair)
+            size = min(faults.piece_bytes, self._before_stall(pair, way, len(data), faults))
+            piece, data = data[:size], data[size:]
             piece = self._within_limit(pair, way, piece, faults)
             time.sleep(faults.latency_s + (len(piece) / faults.bytes_per_s if faults.bytes_per_s else 0.0))
-            doomed = way == "up" and self._marks(pair, piece) and self._dooms()
+            doomed = way == "up" and self._marks(pair, piece) and self._dooms(pair)
             self._deliver(pair, way, piece, target, doomed)
 
-    def _await_passage(self) -> Faults:
-        while self._faults.black_hole and not self._cut:
+    def _await_passage(self, pair: _Pair) -> Faults:
+        while (self._faults.black_hole or pair.stalled) and not self._cut:
             time.sleep(_LOOK_S)
         return self._faults
+
+    def _before_stall(self, pair: _Pair, way: Way, size: int, faults: Faults) -> int:
+        """How many of `size` bytes pass; where those are not all, the connection stalls behind them."""
+        if faults.stall_bytes is None or faults.limit != way:
+            return size
+        with self._lock:
+            passing = min(size, faults.stall_bytes - pair.passed[way])
+            pair.passed[way] += passing
+            if passing < size and faults is self._faults:
+                pair.stalled = True
+                self.stalled.set()
+            return passing
 
     def _within_limit(self, pair: _Pair, way: Way, piece: bytes, faults: Faults) -> bytes:
         if faults.limit_bytes is None or faults.limit != way:
@@ -233,7 +253,7 @@ class Proxy:
         seen, pair.seen = pair.seen + piece, (pair.seen + piece)[1 - len(self._marker) :]
         return self._marker in seen
 
-    def _dooms(self) -> bool:
+    def _dooms(self, pair: _Pair) -> bool:
         """Whether the reply of the marked command is to be lost. One to hold waits here until it may go on."""
         with self._lock:
             if self._to_hold and self._to_pass:
@@ -242,7 +262,7 @@ class Proxy:
                 self._faults, self._to_hold = Faults(black_hole=True), False
                 self._held.set()
             loses, self._to_lose = self._to_lose > 0, max(0, self._to_lose - 1)
-        self._await_passage()
+        self._await_passage(pair)
         return loses
 
 

@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pipeline.broker.embedded import EmbeddedServer
-from tests.proxy import Faults, Proxy, first_held
+from tests.proxy import Faults, Proxy, Way, first_held
 
 Gone = (RedisConnectionError, ConnectionError)
 BULK = b"x" * (4 << 20)
@@ -162,3 +162,27 @@ def test_latency_bandwidth_and_slices_change_nothing_but_time(hop: Proxy, client
     hop.apply(Faults(latency_s=0.001, bytes_per_s=20e6, piece_bytes=1500, slow_close_s=0.05))
     client.set("bulk", BULK[: 1 << 18])
     assert client.get("bulk") == BULK[: 1 << 18]
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_link_that_stalls_holds_what_it_has_until_it_is_mended(
+    hop: Proxy, client: Redis, redis_client: Redis, way: Way
+) -> None:
+    """Who was connected before goes on; who comes later waits with it."""
+    early = client.connection_pool.make_connection()
+    early.connect()
+    redis_client.set("there", BULK)
+    hop.apply(Faults(stall_bytes=1 << 20, limit=way))
+    with ThreadPoolExecutor(2) as pool, Redis.from_url(hop.url, retry=None, socket_timeout=60) as patient:
+        moved = pool.submit(patient.set, "k", BULK) if way == "up" else pool.submit(patient.get, "there")
+        assert hop.stalled.wait(30)
+        early.send_command("PING")
+        assert early.read_response() == b"PONG"
+        late = pool.submit(Redis.from_url(hop.url, retry=None, socket_timeout=60).ping)
+        assert not moved.done()
+        assert not late.done()
+        hop.mend()
+        assert moved.result(60) == (True if way == "up" else BULK)
+        assert late.result(60)
+    assert redis_client.get("k" if way == "up" else "there") == BULK
+    early.disconnect()

@@ -29,6 +29,7 @@ DRAINS = f"{PREFIX}:drains"  # hash: replica name -> incarnation that an operato
 RECENT = f"{PREFIX}:recent"  # list: JSON traces of ended handoffs, capped, no prompt text
 SWEEP = f"{PREFIX}:sweep"  # string that expires: somebody has swept within a moment
 UPKEEP = f"{PREFIX}:upkeep"  # string that expires: somebody has looked for queues that nobody serves, not long ago
+FENCES_PATTERN = f"{PREFIX}:{{*}}:fence"  # every handoff that a page server knows of
 EVENTS_PATTERN = f"{PREFIX}:{{*}}:events"  # every worker hears all of them: a few short messages a handoff
 
 

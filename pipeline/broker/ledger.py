@@ -228,6 +228,11 @@ class Ledger:
             raise BrokerError(f"the token log of handoff {record.handoff_id} has lost entries: it cannot go on")
         return requests.resumed(record.request, said)
 
+    def known(self, handoff_id: str) -> bool:
+        """Whether there is a record of it, of one that has ended too."""
+        with translate():
+            return bool(self._client.exists(keys.HandoffKeys(handoff_id).record))
+
     def peek(self, handoff_id: str) -> Snapshot | None:
         """State and the small fields, without the prompt; None when it is gone."""
         with translate():

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from redis import Redis
 
-from pipeline.broker import credit
+from pipeline.broker import credit, keys
 from pipeline.broker.address import Address, require_public
-from pipeline.broker.connect import PageServer, connect_pages
+from pipeline.broker.connect import PageServer, connect_pages, translate
 from pipeline.errors import ConfigError, PageServerError, PeerError
 from pipeline.settings import BrokerSettings
 
@@ -74,6 +74,19 @@ class PageServers:
             address, handoff_id = self._owed.popleft()
             if self._shunned(address) or not self._release(address, handoff_id):
                 self._owed.append((address, handoff_id))
+
+    def abandoned(self, address: Address, idle_s: float) -> list[str]:
+        """Ids of handoffs that nobody has kept there for `idle_s`: their time to live falls. Raises BrokerError."""
+        client, kept_ms = self.at(address), 1000 * (self._settings.handoff_ttl_s - idle_s)
+        with translate(client):
+            fences = list(client.scan_iter(keys.FENCES_PATTERN, count=1000))
+            with client.pipeline(transaction=False) as pipe:
+                for fence in fences:
+                    pipe.pttl(fence)
+                lefts = pipe.execute()
+        return [
+            keys.handoff_of(fence.decode()) for fence, left in zip(fences, lefts, strict=True) if 0 <= left < kept_ms
+        ]
 
     def _shunned(self, address: Address) -> bool:
         return self._monotonic() - self._failed_s.get(address.url, float("-inf")) < _SHUN_S

@@ -1,12 +1,13 @@
 """PageKeeper: a replica's care for page servers beside the control broker, on a thread of its own.
 
-It looks after the replica's own one (does it answer? whose lease has ended?), keeps the leases of handoffs that hold
-credit on somebody's, and makes up for releases that one has missed. Apart from the heartbeat: a server that does not
-answer must not look like this replica's death.
+It looks after the replica's own one (does it answer? whose lease has ended? what is left of handoffs that nobody knows
+any more?), keeps the leases of handoffs that hold credit on somebody's, and makes up for releases that one has missed.
+Apart from the heartbeat: a server that does not answer must not look like this replica's death.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from pipeline.settings import BrokerSettings, Settings, WorkerSettings
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 0.5
+_SWEEP_BEATS = 10
+IDLE_S = 15.0  # what lives is kept every beat
 
 
 def own_address(settings: Settings, worker: WorkerSettings) -> Address | None:
@@ -33,7 +36,7 @@ def own_address(settings: Settings, worker: WorkerSettings) -> Address | None:
 
 
 class PageKeeper:
-    """`active` are the handoffs this process works on, `seen` what was last read of one."""
+    """`active` are the handoffs this process works on, `seen` what was last read of one; `known` asks the ledger."""
 
     def __init__(
         self,
@@ -41,12 +44,14 @@ class PageKeeper:
         own: Address | None,
         active: Callable[[], Iterable[str]],
         seen: Callable[[str], Snapshot | None],
+        known: Callable[[str], bool],
         settings: BrokerSettings,
     ) -> None:
         self._servers = servers
         self._own = own
         self._active = active
         self._seen = seen
+        self._known = known
         self._settings = settings
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="page-keeper", daemon=True)
@@ -64,11 +69,17 @@ class PageKeeper:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_BEAT_S):
+        for beat in itertools.count():
+            if self._stop.wait(_BEAT_S):
+                return
             try:
                 self.look()
                 self.renew()
                 self._servers.settle()
+                if beat % _SWEEP_BEATS == 0:
+                    self.sweep()
+            except CrossfillError as error:
+                _log.warning("page keeper: %s", error)
             except Exception:  # this thread must outlive whatever happens to a server
                 _log.exception("page keeper")
 
@@ -90,6 +101,18 @@ class PageKeeper:
         self.up = True
         for handoff_id in reaped:
             _log.warning("handoff %s: its credit lease on %s has ended", handoff_id, self._own.url)
+
+    def sweep(self) -> None:
+        """Whoever owed our own server the release of a handoff may have died: what is left of it there goes.
+
+        Only of one without a record: another fleet's, or one that merely stands still, is not ours to judge.
+        """
+        if self._own is None or not self.up:
+            return
+        for handoff_id in self._servers.abandoned(self._own, IDLE_S):
+            if not self._known(handoff_id):
+                _log.info("handoff %s: it is over, and what is left of it on %s goes", handoff_id, self._own.url)
+                self._servers.release(self._own, handoff_id)
 
     def renew(self) -> None:
         """The leases of handoffs whose pages cross such a server. One that fails is left alone for this round."""

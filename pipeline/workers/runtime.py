@@ -164,7 +164,7 @@ class Runtime:
             resigned=self._resigned,
         )
         self._page_keeper = PageKeeper(
-            self._pages, self._own_pages, self._signals.active, self._signals.seen, settings.broker
+            self._pages, self._own_pages, self._signals.active, self._signals.seen, ledger.known, settings.broker
         )
         metrics.add_source(self._readings)
         self._end_metrics: Callable[[], None] = lambda: None

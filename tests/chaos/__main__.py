@@ -1,4 +1,5 @@
-"""`make chaos`: one seeded run on processes of its own, ten minutes or 2000 requests, whichever ends first.
+"""`make chaos`: one seeded run on processes of its own, ten minutes or 2000 requests, whichever ends first. One of the
+decode replicas has a page server of its own, which is hurt like the others.
 
     python -m tests.chaos [--seed N] [--minutes M] [--requests N] [--directory DIR]
 
@@ -29,7 +30,7 @@ def main() -> int:
     model = options.directory / "tiny-llama"
     if not model.exists():
         tiny.write("llama", model)
-    with rig(model, options.directory) as running:
+    with rig(model, options.directory, own_pages=["d-0"]) as running:
         file = options.directory / f"history-{options.seed}.jsonl"
         verdict = run(running, options.seed, file, seconds=60 * options.minutes, requests=options.requests)
     print(verdict.summary)

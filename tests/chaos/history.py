@@ -19,6 +19,7 @@ CLEAN = frozenset(
     {
         "broker_unavailable", "capacity", "overloaded", "no_replica", "worker_lost", "deadline_exceeded", "peer_error",
         "peer_aborted", "page_missing", "engine_failed", "quarantined", "cancelled", "stale_attempt",
+        "page_server_unavailable",
     }
 )  # fmt: skip
 

@@ -94,7 +94,7 @@ class Nemesis:
     def _kill(self, fault: Fault) -> None:
         self._rig.kill(fault.target)
         self._stop.wait(fault.lasts_s)
-        self._rig.crew.revive(fault.target)
+        self._rig.revive(fault.target)
 
     def _pause(self, fault: Fault) -> None:
         self._rig.pause(fault.target)

@@ -1,5 +1,6 @@
 """Rig: a System that can be hurt. Each process reaches the broker through a proxy of its own, and each process and the
-broker itself can be killed, paused and started again. `rest` is where the invariants are checked."""
+broker itself can be killed, paused and started again. A decode replica may have a page server of its own, behind a
+proxy too. `rest` is where the invariants are checked."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from redis import Redis
 from tokenizers import Tokenizer
 
-from pipeline.broker import scripts
+from pipeline.broker import scripts, stream
 from pipeline.broker.credit import entry_id
 from pipeline.broker.embedded import EmbeddedServer
 from pipeline.cli.child import Child
@@ -34,7 +36,8 @@ from tests.scenarios.system import READY_S, System, eventually, worker
 
 API = "api"
 LEASE_S = 3.0
-BUDGET = 1 << 20  # 32 pages of the tiny model; one handoff may have four in flight
+PAGE_BYTES = 1 << 15  # of the tiny model
+BUDGET = 32 * PAGE_BYTES  # one handoff may have four pages in flight
 CLAIM_S = 120.0
 REST_S = 60.0  # a bound for a loaded machine; the promise is 2 s after the lease has ended
 _PLAIN = (18, 19, 20, 21, 22, 23)  # "012345": a prompt that ends within no character
@@ -88,6 +91,13 @@ def frame(number: int) -> bytes:
     return b"%b\r\n" % entry_id(Attempts(1, 1), number).encode()
 
 
+class Beside(NamedTuple):
+    """The page server of one decode replica."""
+
+    server: EmbeddedServer
+    port: int
+
+
 class Crew(Fleet):
     """A Fleet whose members may be started again one by one."""
 
@@ -102,12 +112,21 @@ class Crew(Fleet):
 
 
 class Rig(System):
-    """`hops` by process name. Whatever a test breaks, `rest` mends before it looks."""
+    """`hops` by process name, of page servers too. Whatever a test breaks, `rest` mends before it looks."""
 
-    def __init__(self, crew: Crew, server: EmbeddedServer, hops: dict[str, Proxy], url: str, oracle: Oracle) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        server: EmbeddedServer,
+        hops: dict[str, Proxy],
+        url: str,
+        oracle: Oracle,
+        beside: Mapping[str, Beside],
+    ) -> None:
         super().__init__(crew)
         self.crew = crew
         self.server = server
+        self.beside = beside  # page servers of decode replicas, by the names of their hops
         self.hops = hops
         self.oracle = oracle
         self.broker.close()
@@ -121,6 +140,10 @@ class Rig(System):
     # -- what a test does to it
 
     def kill(self, name: str) -> None:
+        if name in self.beside:
+            os.kill(self._pid(name), signal.SIGKILL)
+            self.beside[name].server.stop()  # nothing is left to stop: what it notes of the process goes
+            return
         self.dying.add(name)
         self.deaths[name] += 1
         self._killed_s = time.monotonic()
@@ -128,11 +151,23 @@ class Rig(System):
         assert self.crew.child(name).join(60.0)
         self.dying.discard(name)
 
+    def revive(self, name: str) -> None:
+        """Start again what was killed; a page server comes back empty."""
+        if name in self.beside:
+            self.beside[name].server.start()
+        else:
+            self.crew.revive(name)
+
     def pause(self, name: str) -> None:
-        os.kill(self.crew.child(name).pid, signal.SIGSTOP)
+        os.kill(self._pid(name), signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        os.kill(self.crew.child(name).pid, signal.SIGCONT)
+        os.kill(self._pid(name), signal.SIGCONT)
+
+    def _pid(self, name: str) -> int:
+        pid = self.beside[name].server.pid if name in self.beside else self.crew.child(name).pid
+        assert pid is not None, f"{name} does not run"
+        return pid
 
     def ask(self, question: Question, tokens: int, *, stream: bool = True, route: str = "auto", **body: Any) -> Call:
         """One greedy request, running on a thread of its own."""
@@ -179,9 +214,10 @@ class Rig(System):
         return self.await_record(handoff, lambda found: f"{role}_worker" in found)[f"{role}_worker"].partition("@")[0]
 
     def slow(self, role: str, latency_s: float) -> None:
-        """Each round trip of the replicas of `role` takes twice this: pages and tokens come one by one."""
+        """Each round trip of the replicas of `role`, and of all to a page server, takes twice this: pages and tokens
+        come one by one."""
         for name, hop in self.hops.items():
-            if name.startswith(role[0]):
+            if name.startswith(role[0]) or name in self.beside:
                 hop.apply(Faults(latency_s=latency_s))
 
     def holding(self, role: str, marker: bytes, after: int = 0) -> AbstractContextManager[Callable[[], str]]:
@@ -196,8 +232,11 @@ class Rig(System):
         """The broker runs, the network works, nobody is stopped or dead."""
         for hop in self.hops.values():
             hop.mend()
-        if self.server.pid is None:
-            self.server.start()
+        for server in (self.server, *(each.server for each in self.beside.values())):
+            if server.pid is None:
+                server.start()
+        for name in self.beside:
+            self.resume(name)
         for each in self.crew.children:
             if each.status is None:
                 self.resume(each.name)
@@ -224,7 +263,7 @@ class Rig(System):
         for key in ("cf:budget:held", "cf:budget:leases", "cf:budget:waiters", "cf:budget:wants"):
             if self.broker.exists(key):
                 found[key] = "is not empty"
-        return found
+        return found | {name: left for name, each in self.beside.items() if (left := _left(each.port))}
 
     def _pools(self) -> dict[str, int]:
         return {r["name"]: r["stats"]["free_pages"] for r in self.status()["replicas"]}
@@ -256,9 +295,10 @@ def settings(
     small: dict[str, Any] = {"chunk_tokens": 64} | ({"kv_cache_bytes": pool_bytes} if pool_bytes else {})
     for name, engine in engines.items():
         role = "prefill" if name.startswith("p") else "decode"
+        pages = {"pages_url": hop.url, "pages_budget_bytes": BUDGET} if (hop := hops.get(_beside(name))) else {}
         env = {"CROSSFILL_BROKER__URL": hops[name].url} | ({} if engine == "reference" else _sabotage())
         limits = {"lease_s": LEASE_S, "grace_s": grace_s}
-        workers.append(worker(name, engine, model, role, engine_settings=small, env=env, **limits))
+        workers.append(worker(name, engine, model, role, engine_settings=small, env=env, **limits, **pages))
     deadlines = {"queue_s": 15, "accept_s": 20, "progress_s": 10, "total_s": 120}
     broker = {"url": hops[API].url, "budget_bytes": BUDGET}
     routes = {"policy": "handoff"}  # by itself: a prompt crosses wherever it can
@@ -270,6 +310,23 @@ def _sabotage() -> dict[str, str]:
     """A real engine that ends at SIGUSR1."""
     here = Path(__file__).resolve().parent
     return {"PYTHONPATH": os.pathsep.join([str(here / "sabotage"), str(here.parent.parent)])}
+
+
+def _page_server(directory: Path) -> Beside:
+    port = free_port()
+    return Beside(EmbeddedServer(directory, BUDGET, port=port), port)
+
+
+def _left(port: int) -> dict[str, Any]:
+    """What is not at rest on a page server."""
+    with Redis(port=port) as pages:
+        found = stream.gauges(pages)._asdict() | {"keys": [key for key in pages.scan_iter("*") if b"{" in key]}
+    return {name: value for name, value in found.items() if value}
+
+
+def _beside(name: str) -> str:
+    """What the page server of a decode replica is called here."""
+    return f"beside-{name}"
 
 
 FOUR = dict.fromkeys(("p-0", "p-1", "d-0", "d-1"), "reference")
@@ -284,21 +341,27 @@ def rig(
     pool_bytes: int | None = None,
     margin: float = MARGIN,
     grace_s: float = 30.0,
+    own_pages: Sequence[str] = (),
     **sections: Any,
 ) -> Iterator[Rig]:
-    """Start it, wait until it serves, stop it. `engines` by name; each token of an answer leads by `margin`."""
+    """Start it, wait until it serves, stop it. `engines` by name; each token of an answer leads by `margin`. Decode
+    replicas in `own_pages` have a page server each."""
     port = free_port()
     server = EmbeddedServer(directory / "broker", BUDGET, port=port)
     with ExitStack() as stack:
         url = stack.enter_context(server)
-        hops = {name: stack.enter_context(Proxy(port)) for name in (API, *engines)}
+        beside = {_beside(name): _page_server(directory / f"pages-{name}") for name in own_pages}
+        for each in beside.values():
+            stack.enter_context(each.server)
+        ports = dict.fromkeys((API, *engines), port) | {name: each.port for name, each in beside.items()}
+        hops = {name: stack.enter_context(Proxy(behind)) for name, behind in ports.items()}
         told = settings(model, url, hops, engines, pool_bytes, grace_s, **sections)
         crew = Crew(Settings.model_validate(told), directory, os.environ)
         stack.callback(crew.stop)
         crew.start()
         for _ in crew.wait_ready(READY_S):
             pass
-        running = Rig(crew, server, hops, url, Oracle(model, margin))
+        running = Rig(crew, server, hops, url, Oracle(model, margin), beside)
         stack.callback(running.close)
         running.unrest()  # notes the free pages
         yield running

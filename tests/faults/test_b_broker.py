@@ -9,7 +9,9 @@ from httpx import TransportError
 
 from pipeline.broker import scripts
 from pipeline.broker.embedded import EmbeddedServer
-from tests.faults.rig import API, BUDGET, Rig, page, script
+from pipeline.budget import SHARE_DIVISOR
+from tests.faults.call import Outcome
+from tests.faults.rig import API, BUDGET, PAGE_BYTES, REST_S, Question, Rig, page, script
 from tests.ports import free_port
 from tests.proxy import Faults, first_held
 from tests.scenarios.system import eventually
@@ -123,6 +125,52 @@ def test_b20_a_black_hole_around_p_that_ends_later(hurt: Rig) -> None:
             hurt.hops[name].apply(Faults(black_hole=True))
         outcome = call.result()
     assert (outcome.code, outcome.text) == (None, question.text(6)), outcome
+
+
+def test_b20_the_link_of_p_stalls_within_a_page_and_comes_back(hurt: Rig) -> None:
+    """P lives, and so says its lease: only what it sends stands still, in the middle of its second page."""
+    question = hurt.oracle.question(500, 6)
+    hops = [hurt.hops["p-0"], hurt.hops["p-1"]]
+    for hop in hops:
+        hop.apply(Faults(stall_bytes=50_000))
+    call = hurt.ask(question, 6, route="reference->reference")
+    eventually(lambda: any(hop.stalled.is_set() for hop in hops), REST_S)
+    assert call.so_far.text == ""
+    for hop in hops:
+        hop.mend()
+    _unharmed(question, call.result(), 6)
+
+
+def _unharmed(question: Question, outcome: Outcome, tokens: int) -> None:
+    """The right text, of pages that came from P."""
+    assert (outcome.code, outcome.text) == (None, question.text(tokens)), outcome
+    assert outcome.trace
+    assert (outcome.trace["recomputed"], outcome.trace["imported_tokens"]) == (None, len(question.prompt) - 1)
+
+
+def test_b22_a_decoder_that_takes_no_more_makes_p_wait_within_its_share(hurt: Rig) -> None:
+    """What D fetches stands still in the middle of its second page: P sends as much as one handoff may have in flight,
+    waits for credit with the rest of the prompt in its engine, and goes on when D does."""
+    question = hurt.oracle.question(1500, 6)
+    for name in ("d-0", "d-1"):
+        hurt.hops[name].apply(Faults(stall_bytes=50_000, limit="down"))
+    call = hurt.ask(question, 6, route="reference->reference")
+    handoff = hurt.handoff()
+    share = BUDGET // SHARE_DIVISOR
+
+    def in_flight() -> int:
+        return int(hurt.broker.get("cf:budget:total") or 0)
+
+    def p_waits() -> bool:
+        """Not a page more would fit."""
+        return hurt.broker.hexists("cf:budget:wants", handoff) and in_flight() > share - PAGE_BYTES
+
+    eventually(p_waits, REST_S)
+    assert in_flight() <= share
+    assert hurt.hops["d-0"].stalled.is_set() or hurt.hops["d-1"].stalled.is_set()
+    for name in ("d-0", "d-1"):
+        hurt.hops[name].mend()
+    _unharmed(question, call.result(), 6)
 
 
 def test_b20_a_black_hole_around_the_api(hurt: Rig) -> None:

@@ -1,4 +1,5 @@
-"""Depth: vLLM and MLX in both roles on the tiny model, hurt in the middle of a handoff. `make faults` runs it.
+"""Depth: vLLM and MLX in both roles on the tiny model, hurt in the middle of a handoff. `make faults` runs it. Pages to
+MLX cross a page server of its own, pages to vLLM the control broker.
 
 Every text is the engines' own: answers whose every token leads by more than KV of two engines can part. After each case
 all gauges are zero, all pools whole, and the next answer is right (`Rig.rest`).
@@ -25,6 +26,7 @@ if os.environ.get("CROSSFILL_FAULTS") != "real":
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 ENGINES = {"p-vllm": "vllm", "p-mlx": "mlx", "d-vllm": "vllm", "d-mlx": "mlx"}
 ROUTES = ("vllm->mlx", "mlx->vllm")
+PAGES = "beside-d-mlx"
 MARGIN = 0.05  # logits; tests/engines/flow.py says why
 LONG, TOKENS = 500, 12  # eight pages; a pool holds 24
 POOL_BYTES = 24 * 2 * 2 * 2 * 64 * 32 * 2  # pages of layers, K and V, heads, tokens, head_dim, FP16
@@ -35,7 +37,7 @@ def real(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     for engine in set(ENGINES.values()):
         required(engine)
     folder = tmp_path_factory.mktemp("real")
-    with rig(tiny_model, folder, ENGINES, pool_bytes=POOL_BYTES, margin=MARGIN) as running:
+    with rig(tiny_model, folder, ENGINES, pool_bytes=POOL_BYTES, margin=MARGIN, own_pages=["d-mlx"]) as running:
         running.route = ROUTES[0]
         yield running
 
@@ -73,6 +75,10 @@ def _gone(rig: Rig, name: str) -> None:
 
 def _right(question: Question, outcome: Outcome) -> None:
     assert (outcome.code, outcome.finish, outcome.text) == (None, "length", question.text(TOKENS)), outcome
+
+
+def _load(rig: Rig, name: str) -> dict[str, int]:
+    return dict(next(r["load"] for r in rig.status()["replicas"] if r["name"] == name))
 
 
 def _attempts(outcome: Outcome, role: str) -> int:
@@ -129,11 +135,57 @@ def test_the_client_leaves_while_p_is_stopped(hurt: Rig, route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_connections_of_p_break_within_every_page(hurt: Rig, route: str) -> None:
-    for name in ("p-vllm", "p-mlx"):
-        hurt.hops[name].apply(Faults(limit_bytes=50_000))
+    hops = [hurt.hops[name] for name in ("p-vllm", "p-mlx", PAGES)]
+    for hop in hops:
+        hop.apply(Faults(limit_bytes=50_000))
     question = hurt.oracle.question(LONG, TOKENS)
     _right(question, hurt.ask(question, TOKENS, route=route).result())
-    assert hurt.hops["p-vllm"].resets + hurt.hops["p-mlx"].resets > 0
+    assert sum(hop.resets for hop in hops) > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_link_of_pages_stalls_within_one_and_comes_back(hurt: Rig, route: str) -> None:
+    question, call = _stall(hurt, route)
+    for hop in hurt.hops.values():
+        hop.mend()
+    outcome = call.result()
+    _right(question, outcome)
+    assert outcome.trace
+    assert (outcome.trace["recomputed"], outcome.trace["imported_tokens"]) == (None, LONG - 1)
+
+
+def test_the_link_to_the_page_server_stalls_and_never_comes_back(hurt: Rig) -> None:
+    """D finds out within its deadlines and computes the prompt itself; it serves again when the link does."""
+    question, call = _stall(hurt, ROUTES[0])
+    hurt.hops[PAGES].apply(Faults(black_hole=True))
+    outcome = call.result()
+    _right(question, outcome)
+    assert outcome.trace
+    assert outcome.trace["recomputed"] in ("page_server_unavailable", "peer_error", "deadline_exceeded")
+    eventually(lambda: _load(hurt, "d-mlx").get("page_server_down") == 1, 60)
+    hurt.hops[PAGES].mend()
+    eventually(lambda: not _load(hurt, "d-mlx").get("page_server_down"), 60)
+
+
+def test_the_page_server_is_killed_in_the_middle_of_pages(hurt: Rig) -> None:
+    question, call, handoff = _begin(hurt, ROUTES[0], slow="prefill")
+    hurt.await_record(handoff, lambda found: found.get("state") == "streaming")
+    hurt.kill(PAGES)
+    outcome = call.result()
+    _right(question, outcome)
+    assert outcome.trace
+    assert outcome.trace["recomputed"] == "page_server_unavailable"
+
+
+def _stall(rig: Rig, route: str) -> tuple[Question, Call]:
+    """A handoff whose pages stand still, in the middle of the second one, wherever they cross."""
+    hops = [rig.hops[name] for name in ("p-vllm", "p-mlx", PAGES)]
+    for hop in hops:
+        hop.apply(Faults(stall_bytes=50_000))
+    question = rig.oracle.question(LONG, TOKENS)
+    call = rig.ask(question, TOKENS, route=route)
+    eventually(lambda: any(hop.stalled.is_set() for hop in hops), 60)
+    return question, call
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -24,10 +24,11 @@ PROMPT = [(7 * i) % 900 + 20 for i in range(300)]  # five pages, the last one pa
 
 
 @contextmanager
-def liar(system: System, model: Path, fault: str, tmp_path: Path) -> Iterator[str]:
-    """A prefill worker with one fault, in its own process; yields its replica's name."""
+def liar(system: System, model: Path, fault: str, tmp_path: Path, **broker: str) -> Iterator[str]:
+    """A prefill worker with one fault, or other settings of `broker`, in its own process; yields its replica's name."""
     name = f"liar-{secrets.token_hex(3)}"
     settings = json.loads(system.fleet.settings.model_dump_json(exclude_unset=True))
+    settings["broker"] |= broker
     settings["workers"] = [json.loads(json.dumps(worker(name, "reference", model, lease_s=LEASE_S), default=str))]
     file = tmp_path / "liar.json"
     file.write_text(json.dumps(settings))
@@ -92,6 +93,22 @@ def test_a_replica_of_other_weights_is_refused_by_name(cheap: System, tiny_model
     assert answer.json()["error"]["code"] == "contract_mismatch"
     assert "weights" in answer.json()["error"]["message"]
     assert cheap.settled()["live"] == []
+
+
+def test_a_codec_that_the_decoder_does_not_take_is_refused_before_a_byte_moves(
+    cheap: System, tiny_model: Path, tmp_path: Path
+) -> None:
+    free = {r["name"]: r["stats"]["free_pages"] for r in cheap.settled()["replicas"]}
+    with liar(cheap, tiny_model, "none", tmp_path, codec="int8"):
+        answer = cheap.post(PROMPT, "liar->reference")
+        after = cheap.settled()
+    assert answer.status_code == 502, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "peer_error"
+    assert "give both the same broker.codec" in error["message"]
+    assert {r["name"]: r["stats"]["free_pages"] for r in after["replicas"] if r["name"] in free} == free
+    (ended,) = cheap.http.get("/handoffs", params={"recent": 1}).json()["handoffs"]
+    assert (ended["state"], ended["bytes"], ended["pages"], ended["imported_tokens"]) == ("failed", 0, 0, 0)
 
 
 def test_a_prefill_worker_that_stalls_is_an_error_after_the_deadline(

@@ -20,7 +20,7 @@ from pipeline.engines.base import Capabilities
 from pipeline.errors import BrokerError, ConfigError
 from pipeline.handoff import Attempts, State
 from pipeline.settings import MIB, BrokerSettings, Settings, WorkerSettings
-from pipeline.workers.page_keeper import PageKeeper, own_address
+from pipeline.workers.page_keeper import IDLE_S, PageKeeper, own_address
 from tests.ports import free_port
 from tests.stages.fake import PAGE_BYTES
 from tests.stages.stand import eventually
@@ -69,7 +69,10 @@ def _keeper(client: Redis, own: Address | None, where: dict[str, Address | None]
         address = where[handoff_id]
         return Snapshot(handoff_id, State.STREAMING, {"page_server": str(address)} if address else {})
 
-    return PageKeeper(PageServers(client, SETTINGS), own, lambda: list(where), seen, SETTINGS)
+    def known(handoff_id: str) -> bool:
+        return bool(client.exists(keys.HandoffKeys(handoff_id).record))
+
+    return PageKeeper(PageServers(client, SETTINGS), own, lambda: list(where), seen, known, SETTINGS)
 
 
 def test_leases_are_kept_where_the_credit_is(redis_client: Redis, beside: EmbeddedServer, pages: Redis) -> None:
@@ -96,6 +99,30 @@ def test_what_nobody_keeps_on_our_own_is_taken_back(redis_client: Redis, beside:
     assert keeper.up
     assert stream.gauges(pages) == (0, 0, 0)
     assert pages.exists(keys.HandoffKeys(HANDOFF).fence) == 0
+
+
+def test_what_is_left_of_a_handoff_that_nobody_knows_goes(
+    redis_client: Redis, beside: EmbeddedServer, pages: Redis
+) -> None:
+    """Its release was owed by a process that died. One that is kept stays, and one of which there is a record."""
+    keeper = _keeper(redis_client, Address(_url(beside), MIB), {})
+    left, standing, kept = ("a" * 32, "b" * 32, "c" * 32)
+    for handoff in (left, standing, kept):
+        stream.raise_fence(pages, handoff, Attempts(1, 1), SETTINGS)
+        pages.xadd(keys.HandoffKeys(handoff).stream, {"h": b"x"})
+    for handoff in (left, standing):
+        fence = keys.HandoffKeys(handoff).fence
+        pages.pexpire(fence, pages.pttl(fence) - int(1000 * IDLE_S) - 1)  # so long ago it was kept for the last time
+    redis_client.hset(keys.HandoffKeys(standing).record, "state", "streaming")
+    keeper.sweep()
+    assert {keys.handoff_of(key.decode()) for key in pages.scan_iter("cf:{*")} == {standing, kept}
+    redis_client.delete(keys.HandoffKeys(standing).record)
+    keeper.up = False
+    keeper.sweep()
+    assert pages.exists(keys.HandoffKeys(standing).fence) == 1  # one that does not answer is left alone
+    keeper.up = True
+    keeper.sweep()
+    assert {keys.handoff_of(key.decode()) for key in pages.scan_iter("cf:{*")} == {kept}
 
 
 def test_a_server_that_could_not_serve_is_refused_at_the_start(
