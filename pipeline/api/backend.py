@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from anyio import to_thread
 
 from pipeline import routing
 from pipeline.api.relay import Model
-from pipeline.api.router import Chosen, Router
+from pipeline.api.router import FRESH_S, Chosen, Router
 from pipeline.broker import connect, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
@@ -60,6 +61,7 @@ class BrokerBackend:
         digests = {model.contract.digest for model in models}
         self._router = Router(self._registry.list, settings.routing, engines, digests)
         self._unmet: tuple[Model, ...] = ()  # models whose needs of a broker that is away nobody could check
+        self._count, self._counted_s = 0, -FRESH_S  # everybody's live handoffs, when they were counted last
         self._creating = 0  # submissions on their way; with the router's live ones all that are ours
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -116,6 +118,15 @@ class BrokerBackend:
         if limit is not None and live >= limit:
             raise OverloadedError(f"{live} requests are being served, {limit} are the most: try again in a moment")
 
+    def _require_room_for_all(self) -> None:
+        """As `_require_room` for everybody's. Half full a moment ago, they are counted before each request."""
+        limit = self._settings.api.max_live if self._settings.api else None
+        crowd = max(self._count, self._router.live + self._creating)
+        if limit is None or (time.monotonic() - self._counted_s < FRESH_S and 2 * crowd < limit):
+            return
+        self._count, self._counted_s = self._ledger.count(), time.monotonic()
+        self._require_room(self._count)
+
     def _require_met(self) -> None:
         if self._unmet:
             raise BrokerError("the broker has not been fit for use since this server started: see its log")
@@ -155,7 +166,7 @@ class BrokerBackend:
                 await to_thread.run_sync(self._ledger.forget, handoff_id)
 
     def _create(self, request: Request, wish: Wish, model: Model) -> Chosen:
-        self._require_room(self._ledger.count())
+        self._require_room_for_all()
         chosen = self._router.route(request, wish, model)
         request = _fitted(request, chosen.decoder)
         self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name, owner_ttl_s=_OWNER_TTL_S)
@@ -184,7 +195,6 @@ class BrokerSubmission:
         self._chosen = chosen
         self._router = router
         self._stopped = False
-        self._trace: dict[str, Any] | None = None
 
     def listen(self, listener: Listener) -> None:
         self._reader.listen(listener)
@@ -197,8 +207,8 @@ class BrokerSubmission:
         return self._stopped
 
     async def trace(self) -> dict[str, Any] | None:
-        self._trace = await to_thread.run_sync(self._ledger.trace, self._id)
-        return self._trace and self._trace | {"routing": self._chosen.explain()}
+        trace = await to_thread.run_sync(self._ledger.trace, self._id)
+        return trace and trace | {"routing": self._chosen.explain()}
 
     async def close(self) -> None:
         self._router.ended(self._chosen.route)
@@ -206,13 +216,11 @@ class BrokerSubmission:
         await to_thread.run_sync(self._settle)
 
     def _settle(self) -> None:
-        """What has ended well teaches the router; then it is forgotten."""
-        try:
-            wanted = (self._stopped or self._reader.finished) and self._router.learns
-            if wanted and (trace := self._trace or self._ledger.trace(self._id)):
-                self._router.learn(self._chosen, trace)
-        finally:
+        """It is forgotten; what has ended well teaches the router."""
+        if not (self._stopped or self._reader.finished) or not self._router.learns:
             self._ledger.forget(self._id)
+        elif trace := self._ledger.settle(self._id):
+            self._router.learn(self._chosen, trace)
 
 
 def _fitted(request: Request, decoder: Replica) -> Request:

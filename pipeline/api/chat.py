@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from anyio import to_thread
 from fastapi import Request
 
 from pipeline import routing
@@ -35,7 +34,7 @@ async def create(edge: Edge, http: Request) -> Answer:
     ask = await body.read(http, edge.settings.max_body_bytes, partial(schemas.read, ChatAsk))
     served = edge.models.find(ask.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
-    made = await to_thread.run_sync(make, edge, served, ask, plan.salt(http, ask))
+    made = await plan.beside(http, ask, partial(make, edge, served, ask, plan.salt(http, ask)))
     assert made.prompt.request is not None
     head = Head(f"chatcmpl-{made.prompt.request.handoff_id}", edge.now(), served)
     teller = ChatTeller(head, plan.counting(ask), made.readers, scored=bool(ask.logprobs))

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 
-from anyio import to_thread
 from fastapi import Request
 
 from pipeline import routing
@@ -28,7 +27,7 @@ async def create(edge: Edge, http: Request) -> Answer:
     ask = await body.read(http, edge.settings.max_body_bytes, partial(schemas.read, CompletionAsk))
     served = edge.models.find(ask.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
-    prompts = await to_thread.run_sync(_prompts, served, ask, plan.salt(http, ask))
+    prompts = await plan.beside(http, ask, partial(_prompts, served, ask, plan.salt(http, ask)))
     head = Head(f"cmpl-{uuid.uuid4().hex}", edge.now(), served)
     echoed = [len(prompt.echo) for prompt in prompts for _ in prompt.outputs]
     teller = CompletionTeller(head, plan.counting(ask), echoed, scored=ask.alternatives is not None)

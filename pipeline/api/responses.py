@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from anyio import to_thread
 from fastapi import Request
 from pydantic import Field
 
@@ -81,7 +81,7 @@ async def create(edge: Edge, http: Request) -> Answer:
     served = edge.models.find(asked.model)
     wish = routing.parse(http.headers.get(routing.HEADER))
     try:
-        made = await to_thread.run_sync(chat.make, edge, served, asked, plan.salt(http, asked))
+        made = await plan.beside(http, asked, partial(chat.make, edge, served, asked, plan.salt(http, asked)))
     except (InvalidParameterError, ContextLengthError) as error:
         error.param = _param(error.param)
         raise

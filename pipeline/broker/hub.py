@@ -67,21 +67,21 @@ class TokenHub:
         ready = self._subscribed[channel] = asyncio.Event()
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await self._tell("SUBSCRIBE", channel)
+                self._tell("SUBSCRIBE", channel)
                 await ready.wait()
         except TimeoutError:
-            await self.drop(handoff_id)
+            self.drop(handoff_id)
             raise BrokerError(f"the broker did not confirm a subscription within {_CONFIRM_S:g} s") from None
         except asyncio.CancelledError:
-            await self.drop(handoff_id)
+            self.drop(handoff_id)
             raise
         finally:
             self._subscribed.pop(channel, None)
 
-    async def drop(self, handoff_id: str) -> None:
+    def drop(self, handoff_id: str) -> None:
         channel = keys.HandoffKeys(handoff_id).notify.encode()
         self._readers.pop(channel, None)
-        await self._tell("UNSUBSCRIBE", channel)
+        self._tell("UNSUBSCRIBE", channel)
 
     async def log(self, handoff_id: str, start: int) -> list[bytes]:
         """Entries of the log from index `start` on. Raises BrokerError."""
@@ -98,16 +98,16 @@ class TokenHub:
         except _AWAY as error:
             raise BrokerError(f"cannot read the ledger: {error}") from error
 
-    async def _tell(self, command: str, channel: bytes) -> None:
+    def _tell(self, *command: str | bytes) -> None:
         """Send it on the living subscription. Without one nothing is sent: the next one begins with every reader.
 
-        Past redis-py's own way, which connects anew where a connection is broken: beside the pump, which does so too,
-        two tasks then read one connection and every request fails from there on.
+        Past redis-py's own way: it connects anew where a connection is broken. Beside the pump, which does so too, two
+        tasks then read one connection and every request fails from there on. It also costs two tasks a command.
         """
         connection: Any = self._pubsub.connection if self._pubsub else None
         if connection is not None and connection.is_connected:
             with contextlib.suppress(Exception):  # the pump meets the same trouble, and mends it
-                await _uncancelled(connection.send_command(command, channel, check_health=False))
+                connection._writer.writelines(connection.pack_command(*command))
 
     async def _pump(self) -> None:
         """Keep a subscription to every reader, whatever the network, the server or redis-py does."""
@@ -125,7 +125,7 @@ class TokenHub:
             self._pubsub = pubsub
             try:
                 for channel in self._readers.keys() - told:  # opened while we subscribed
-                    await self._tell("SUBSCRIBE", channel)
+                    self._tell("SUBSCRIBE", channel)
                 await self._read(pubsub.connection)
             finally:
                 self._pubsub = None
@@ -160,7 +160,7 @@ class TokenHub:
                 reader.tick()
             if loop.time() >= ping_s:
                 ping_s = loop.time() + HEALTH_CHECK_S
-                await self._tell("PING", b"hub")
+                self._tell("PING", "hub")
 
 
 class TokenReader:
@@ -194,7 +194,7 @@ class TokenReader:
         self._over = True
         if self._looking:
             self._looking.cancel()
-        await self._hub.drop(self._id)
+        self._hub.drop(self._id)
 
     def listen(self, listener: Listener) -> None:
         """`listener` is told all that has come, at once, and all that comes. It must not raise."""

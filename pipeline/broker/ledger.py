@@ -164,6 +164,12 @@ class Ledger:
         """The API has read everything it wants of an ended handoff."""
         self._bury(handoff_id, "forgotten", "released")
 
+    def settle(self, handoff_id: str) -> dict[str, Any] | None:
+        """`trace` and `forget` in one round trip."""
+        values = self._bury(handoff_id, "forgotten", "released", records.SHOWN)
+        seen = records.snapshot(handoff_id, values, records.SHOWN)
+        return records.trace(seen) if seen else None
+
     def capture(self, handoff_id: str) -> State | None:
         """Ask D to store this handoff when it ends. Returns its state, a terminal one when it is too late, or None."""
         seen = self.peek(handoff_id)
@@ -336,10 +342,12 @@ class Ledger:
     def _remember(self, record: Record) -> None:
         self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), RECENT_KEPT, self._ttl_ms])
 
-    def _bury(self, handoff_id: str, mine: str, others: str) -> None:
+    def _bury(self, handoff_id: str, mine: str, others: str, shown: Sequence[str] = ()) -> list[bytes | None]:
+        """The values of the fields `shown` as they were."""
         names = keys.HandoffKeys(handoff_id)
         with translate():
-            self._scripts.run("bury", [names.record, names.tokens], [mine, others, _TOMBSTONE_MS])
+            args = [mine, others, _TOMBSTONE_MS, *shown]
+            return list(self._scripts.run("bury", [names.record, names.tokens], args))
 
     def _run_advance(
         self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields

@@ -87,7 +87,8 @@ def test_life_of_a_handoff(ledger: Ledger, handoff: str, redis_client: Redis) ->
     trace = ledger.trace(handoff)
     assert trace is not None
     assert (trace["state"], trace["pages"], trace["tokens"], trace["prompt_tokens"]) == ("finished", 1, 3, 3)
-    ledger.forget(handoff)
+    assert ledger.settle(handoff) == trace
+    assert ledger.settle(handoff) is None
     assert _leftovers(redis_client) == []
     assert [t["handoff_id"] for t in ledger.recent(5)] == [handoff]
 

@@ -1,11 +1,14 @@
 #!lua flags=allow-oom
 -- Either the workers ("released") or the API ("forgotten") is done with an ended handoff; the second of the two removes it.
 -- KEYS 1 record, 2 token log
--- ARGV 1 this side's field, 2 the other side's field, 3 TTL in ms of what waits for the other side
+-- ARGV 1 this side's field, 2 the other side's field, 3 TTL in ms of what waits for the other side, 4.. fields to be read
+-- returns the values of those fields, as they were before
+local seen = #ARGV > 3 and redis.call('HMGET', KEYS[1], unpack(ARGV, 4)) or {}
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1 then
-  return redis.call('UNLINK', KEYS[1], KEYS[2])
+  redis.call('UNLINK', KEYS[1], KEYS[2])
+  return seen
 end
 redis.call('HSET', KEYS[1], ARGV[1], '1')
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return 0
+return seen
