@@ -1,11 +1,13 @@
 """What does the HTTP edge cost, per request and per streamed token, and do 200 streams on one process stall?
 
-The API is the real one, `crossfill serve` against a real broker. The decode worker is a player in this process: it
+The API is the real one, `crossfill serve` against a real broker. Its decode worker is a player in this process: it
 takes the jobs off the queue and emits tokens through the ledger at a given pace, so no engine competes for the CPU.
-Counted is the API process's own CPU time (Linux: `/proc`), less what it uses while idle.
+Beside it in the same run, in turns: the floor, an application that does nothing (`bench.floor`); and with `--engine
+vllm` Crossfill decoding on vLLM and vLLM's own server (`bench.own`), both on the same model with the same settings.
+Counted is the CPU time of the process that speaks HTTP (Linux: `/proc`), less what it uses while idle.
 
-    python -m bench.api [--model models/smollm2-135m] [--requests 300] [--streams 200] [--tokens 100] [--rate 8]
-                        [--vllm-url URL --vllm-pid PID]   # the same clients against vLLM's own server
+    python -m bench.api [--model models/smollm2-135m] [--requests 100] [--streams 200] [--tokens 40] [--rate 8]
+                        [--rounds 3] [--engine vllm] [--running 16]
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from redis import Redis
 
-from bench import report
-from bench.fleet import free_port
+from bench import own, report
+from bench.fleet import fleet, free_port
 from bench.process import cpu_s
+from bench.report import Target
 from pipeline import checkpoint
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
@@ -42,7 +46,6 @@ from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
 from pipeline.cli import child as children
 from pipeline.cli.child import Child
-from pipeline.cli.client import fetch
 from pipeline.errors import CrossfillError
 from pipeline.handoff import Event
 from pipeline.settings import BrokerSettings, Settings
@@ -50,6 +53,8 @@ from pipeline.settings import BrokerSettings, Settings
 PROMPT = "Water evaporates and condenses. " * 12
 TEXT_IDS = tuple(range(300, 700))  # ordinary words of any of our vocabularies
 BUDGET_BYTES = 64 << 20
+REQUEST_MS, TOKEN_US = 2.0, 50.0  # what one request and one token may cost
+AT_ONCE = 8  # requests of one token each that are under way
 
 
 class Turn(NamedTuple):
@@ -90,6 +95,9 @@ class Player(threading.Thread):
                 if (following := self._play(heapq.heappop(turns))) is not None:
                     heapq.heappush(turns, following)
             time.sleep(0.002)
+
+    def stop(self) -> None:
+        self.stopping = True
 
     def _begin(self, handoff_id: str, now: float) -> Turn:
         attempt, record = self._ledger.enter(handoff_id, "decode", f"player@{self._registry.incarnation}")
@@ -142,76 +150,163 @@ async def many(url: str, count: int, at_once: int, asked: dict[str, Any]) -> lis
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-def measure(url: str, pid: int, model: str, options: argparse.Namespace, player: Player | None) -> dict[str, Any]:
-    """CPU per request and per token, and the silences in the streams."""
-    asyncio.run(many(url, 20, 4, body(model, 1, stream=False)))  # warm
-    start = cpu_s(pid)
-    time.sleep(options.idle_s)
-    idle = (cpu_s(pid) - start) / options.idle_s
+@dataclass
+class Server:
+    """One that is measured: where it answers, the process that speaks HTTP, and what it has cost in each round."""
 
-    def spent(count: int, at_once: int, asked: dict[str, Any]) -> tuple[float, float, list[list[float]]]:
-        before, began = cpu_s(pid), time.monotonic()
-        times = asyncio.run(many(url, count, at_once, asked))
-        took = time.monotonic() - began
-        return cpu_s(pid) - before - idle * took, took, times
+    url: str
+    pid: int
+    model: str
+    streams: int
+    player: Player | None = None
+    idle_cpu: float = 0.0
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
 
-    request, _, _ = spent(options.requests, 8, body(model, 1, stream=False))
-    per_request = request / options.requests
-    if player:
-        player.rate = options.rate
-    stream, took, times = spent(options.streams, options.streams, body(model, options.tokens, stream=True))
+
+def warm(server: Server, idle_s: float) -> None:
+    """First requests load what later ones have; then what it uses while nobody asks is measured."""
+    asyncio.run(many(server.url, 5 * AT_ONCE, AT_ONCE, body(server.model, 1, stream=False)))
+    start = cpu_s(server.pid)
+    time.sleep(idle_s)
+    server.idle_cpu = (cpu_s(server.pid) - start) / idle_s
+
+
+def measure(server: Server, options: argparse.Namespace) -> None:
+    """One round: requests of one token, then as many streams as the server takes at once."""
+    if server.player:
+        server.player.rate = 0.0
+    request_s, _, _ = _spent(server, options.requests, AT_ONCE, body(server.model, 1, stream=False))
+    per_request = request_s / options.requests
+    if server.player:
+        server.player.rate = options.rate
+    asked = body(server.model, options.tokens, stream=True)
+    began = time.monotonic()
+    stream_s, took, times = _spent(server, server.streams, server.streams, asked)
     told = sum(len(each) for each in times)
-    gaps = sorted(b - a for each in times for a, b in pairwise(each))
+    server.gaps_s += [b - a for each in times for a, b in pairwise(each)]
+    server.rounds.append(
+        {
+            "request_cpu_ms": per_request * 1e3,
+            "token_cpu_us": (stream_s - server.streams * per_request) / told * 1e6,
+            "tokens_per_s": told / took,
+            "api_cpu_share": stream_s / took,
+            "ttft_ms": statistics.median(each[0] - began for each in times) * 1e3,
+        }
+    )
+
+
+def _spent(server: Server, count: int, at_once: int, asked: dict[str, Any]) -> tuple[float, float, list[list[float]]]:
+    """CPU seconds, wall seconds, and when the pieces of each answer came."""
+    before, began = cpu_s(server.pid), time.monotonic()
+    times = asyncio.run(many(server.url, count, at_once, asked))
+    took = time.monotonic() - began
+    return cpu_s(server.pid) - before - server.idle_cpu * took, took, times
+
+
+def summary(server: Server) -> dict[str, Any]:
+    """Medians over the rounds; gaps over all of them."""
+    gaps = sorted(server.gaps_s)
+    names = server.rounds[0]
     return {
-        "idle_cpu": idle,
-        "request_cpu_ms": per_request * 1e3,
-        "token_cpu_us": (stream - options.streams * per_request) / told * 1e6,
-        "tokens_per_s": told / took,
-        "api_cpu_share": stream / took,
+        "streams": server.streams,
+        "idle_cpu": server.idle_cpu,
+        **{name: statistics.median(each[name] for each in server.rounds) for name in names},
         "gap_median_ms": statistics.median(gaps) * 1e3,
         "gap_p99_ms": gaps[int(len(gaps) * 0.99)] * 1e3,
         "gap_max_ms": gaps[-1] * 1e3,
     }
 
 
+def targets(rows: dict[str, dict[str, Any]]) -> list[Target]:
+    """What is to be reached, and what an edge that does nothing takes of it on the same machine."""
+    ours, floor = rows["crossfill"], rows["floor"]
+    found = [
+        Target("CPU of a request", ours["request_cpu_ms"], REQUEST_MS, "ms"),
+        Target("CPU of a streamed token", ours["token_cpu_us"], TOKEN_US, "us"),
+        Target("the same, of a server that does nothing", floor["token_cpu_us"], TOKEN_US, "us"),
+    ]
+    if "vllm" in rows:
+        beside = rows["crossfill on vllm"]
+        for name, what in (("request_cpu_ms", "a request"), ("token_cpu_us", "a streamed token")):
+            found.append(Target(f"CPU of {what}, of vLLM's own server", beside[name] / rows["vllm"][name], 1.0, "x"))
+    return found
+
+
 @contextmanager
-def api(model: Path, broker: str, directory: Path) -> Iterator[tuple[str, int]]:
-    """URL and process id of a running API."""
-    port = free_port()
-    argv = [sys.executable, "-m", "pipeline", "serve", "--broker", broker, "--model", str(model), "--port", str(port)]
-    child = Child(
-        "api", argv, {**os.environ, "CROSSFILL_BROKER__BUDGET_BYTES": str(BUDGET_BYTES)}, directory / "api.log"
-    )
-    url = f"http://127.0.0.1:{port}"
+def process(name: str, argv: Sequence[str], url: str, directory: Path) -> Iterator[int]:
+    """Process id of a server that answers under `url`."""
+    environment = {**os.environ, "CROSSFILL_BROKER__BUDGET_BYTES": str(BUDGET_BYTES)}
+    child = Child(name, [sys.executable, "-m", *argv], environment, directory / f"{name}.log")
     try:
-        while fetch(f"{url}/version") is None:
+        while not asyncio.run(_answers(url)):
             if child.status is not None:
                 raise RuntimeError(child.epitaph())
             time.sleep(0.2)
-        yield url, child.pid
+        yield child.pid
     finally:
         children.stop([child], 10)
 
 
-def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """A row for ours, and one for vLLM's own server where one was named."""
-    contract = checkpoint.read_contract(options.model)
-    rows: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as name, EmbeddedServer(Path(name) / "broker", BUDGET_BYTES) as broker:
+async def _answers(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+@contextmanager
+def played(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
+    """The floor, and our API before a player."""
+    with ExitStack() as stack:
+        broker = stack.enter_context(EmbeddedServer(directory / "broker", BUDGET_BYTES))
         settings = Settings(broker=BrokerSettings(url=broker, budget_bytes=BUDGET_BYTES))
         client = connect(broker)
-        player = Player(client, settings, contract)
+        stack.callback(client.close)
+        player = Player(client, settings, checkpoint.read_contract(options.model))
         player.start()
-        try:
-            with api(options.model, broker, Path(name)) as (url, pid):
-                rows["crossfill"] = measure(url, pid, options.model.name, options, player)
-        finally:
-            player.stopping = True
-            player.join()
-            client.close()
-    if options.vllm_url:
-        rows["vllm"] = measure(options.vllm_url, options.vllm_pid, options.vllm_model, options, None)
-    return rows
+        stack.callback(player.join)
+        stack.callback(player.stop)
+        ports = free_port(), free_port()
+        floor, api = (f"http://127.0.0.1:{port}" for port in ports)
+        floor_argv = ["bench.floor", str(ports[0]), str(options.rate)]
+        api_argv = ["pipeline", "serve", "--broker", broker, "--model", str(options.model), "--port", str(ports[1])]
+        floor_pid = stack.enter_context(process("floor", floor_argv, floor, directory))
+        api_pid = stack.enter_context(process("api", api_argv, api, directory))
+        yield {
+            "floor": Server(floor, floor_pid, options.model.name, options.streams),
+            "crossfill": Server(api, api_pid, options.model.name, options.streams, player),
+        }
+
+
+@contextmanager
+def beside(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
+    """Crossfill decoding on vLLM, without a handoff, and vLLM's own server."""
+    with ExitStack() as stack:
+        system = stack.enter_context(fleet(options.model, ["vllm"], directory / "fleet", BUDGET_BYTES >> 20))
+        [api] = [child for child in system.children if child.name == "api"]
+        theirs = stack.enter_context(own.server(options.model, directory))
+        yield {
+            "crossfill on vllm": Server(system.url, api.pid, options.model.name, options.running),
+            "vllm": Server(theirs.url, theirs.api_pid, options.model.name, options.running),
+        }
+
+
+def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """A row for each server. They take turns: what disturbs the machine disturbs all of them."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        servers = stack.enter_context(played(options, Path(name)))
+        if options.engine:
+            servers |= stack.enter_context(beside(options, Path(name)))
+        for server in servers.values():
+            warm(server, options.idle_s)
+        for _ in range(options.rounds):
+            for server in servers.values():
+                measure(server, options)
+        return {name: summary(server) for name, server in servers.items()}
 
 
 def main() -> None:
@@ -219,20 +314,21 @@ def main() -> None:
     rows = run(options)
     columns = ["server", *next(iter(rows.values()))]
     report.table("The HTTP edge", columns, [[name, *row.values()] for name, row in rows.items()])
-    print("written:", report.save("api", {"options": report.options(options), "rows": rows}))
+    found = {"options": report.options(options), "rows": rows, "targets": report.rows(targets(rows))}
+    report.finish("api", found)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=100, help="of one token, in each round")
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=8.0, help="tokens a second of each stream")
-    parser.add_argument("--idle-s", type=float, default=3.0, help="how long it is watched doing nothing")
-    parser.add_argument("--vllm-url", help="vLLM's own server, for the same requests")
-    parser.add_argument("--vllm-pid", type=int, help="its API process")
-    parser.add_argument("--vllm-model", default="models/smollm2-135m", help="the model's name there")
+    parser.add_argument("--tokens", type=int, default=40, help="of each stream")
+    parser.add_argument("--rate", type=float, default=8.0, help="tokens a second of each stream, but for engines")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle-s", type=float, default=3.0, help="how long each is watched doing nothing")
+    parser.add_argument("--engine", choices=("vllm",), help="its own server, too, and Crossfill decoding on it")
+    parser.add_argument("--running", type=int, default=own.RUNNING, help="streams of an engine")
     return parser.parse_args(arguments)
 
 

@@ -28,10 +28,12 @@ RUNNING = 16  # requests in the engine at once: what our workers' default is
 
 
 class Own(NamedTuple):
-    """A server that answers. `engine_pids`: the processes that schedule and compute; the HTTP edge is another."""
+    """A server that answers. `engine_pids`: the processes that schedule and compute; the HTTP edge is another,
+    `api_pid`."""
 
     url: str
     engine_pids: frozenset[int]
+    api_pid: int
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def server(model: Path, directory: Path) -> Iterator[Own]:
     env |= {"VLLM_CPU_KVCACHE_SPACE": str(2 * KV_BYTES >> 30), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     own = Child("vllm-own", argv, {**os.environ, **env}, directory / "vllm-own.log")
     try:
-        yield Own(f"http://127.0.0.1:{port}", _ready(own, f"http://127.0.0.1:{port}/version"))
+        yield Own(f"http://127.0.0.1:{port}", _ready(own, f"http://127.0.0.1:{port}/version"), own.pid)
     finally:
         children.stop([own], 10)
 

@@ -66,6 +66,7 @@ def require_equal(ours: Contract, theirs: Contract) -> None:
         raise ContractMismatchError(found)
 
 
+@lru_cache(maxsize=64)
 def encode(contract: Contract) -> str:
     return json.dumps(asdict(contract), sort_keys=True)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final
+
+import msgspec
 
 # What an engine may lack. Everything else of a Sampling every engine can do.
 FEATURES: Final = ("logprobs", "penalties", "min_p", "logit_bias", "min_tokens", "grammar", "n")
@@ -112,8 +114,9 @@ def resumed(request: Request, said: Sequence[Sequence[int]]) -> Request:
 
 def encode(request: Request) -> str:
     """What a continuation alone has is left out where there is none: as requests were before there were any."""
-    fields = {name: value for name, value in asdict(request).items() if name not in _RESUMED or value}
-    return json.dumps(fields, separators=(",", ":"))
+    values = ((each.name, getattr(request, each.name)) for each in fields(request))
+    said = {name: value for name, value in values if name not in _RESUMED or value}
+    return msgspec.json.encode(said).decode()  # `asdict` would copy a prompt token by token
 
 
 def decode(text: str | bytes) -> Request:

@@ -61,10 +61,10 @@ def create_app(
     app = openapi.Documented(title="Crossfill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     edge = Edge(settings, catalogue, backend, Pace(settings.hold_s, settings.keep_alive_s))
     errors.install(app)
+    _add_inference(app, edge)  # first: routes are tried in order
     app.include_router(admin.routes(edge, metrics))
     app.include_router(models.routes(edge))
     app.include_router(explain.routes(edge))
-    _add_inference(app, edge)
     _add_middleware(app, settings)
     return app
 

@@ -166,9 +166,9 @@ class Ledger:
 
     def settle(self, handoff_id: str) -> dict[str, Any] | None:
         """`trace` and `forget` in one round trip."""
-        values = self._bury(handoff_id, "forgotten", "released", records.SHOWN)
-        seen = records.snapshot(handoff_id, values, records.SHOWN)
-        return records.trace(seen) if seen else None
+        fields = self._bury(handoff_id, "forgotten", "released", records.SHOWN)
+        state = fields.pop("state", None)
+        return records.trace(Snapshot(handoff_id, State(state), fields)) if state else None
 
     def capture(self, handoff_id: str) -> State | None:
         """Ask D to store this handoff when it ends. Returns its state, a terminal one when it is too late, or None."""
@@ -342,12 +342,12 @@ class Ledger:
     def _remember(self, record: Record) -> None:
         self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), RECENT_KEPT, self._ttl_ms])
 
-    def _bury(self, handoff_id: str, mine: str, others: str, shown: Sequence[str] = ()) -> list[bytes | None]:
-        """The values of the fields `shown` as they were."""
+    def _bury(self, handoff_id: str, mine: str, others: str, shown: Sequence[str] = ()) -> dict[str, str]:
+        """The fields `shown`, as far as there were any, as they were."""
         names = keys.HandoffKeys(handoff_id)
         with translate():
-            args = [mine, others, _TOMBSTONE_MS, *shown]
-            return list(self._scripts.run("bury", [names.record, names.tokens], args))
+            args = [mine, others, _TOMBSTONE_MS, ",".join(shown)]
+            return dict(json.loads(self._scripts.run("bury", [names.record, names.tokens], args)))
 
     def _run_advance(
         self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields
