@@ -79,7 +79,7 @@ def pair(tiny_model: Path, beside: Beside, tmp_path_factory: pytest.TempPathFact
         "api": {"model": tiny_model, "port": free_port()},
         "broker": {"budget_bytes": 1 << 20, "pages_password": beside.password},
         "routing": {"policy": "handoff"},
-        "handoff": {"queue_s": 20, "accept_s": 20, "progress_s": 5, "retries": 0},
+        "handoff": {"queue_s": 60, "accept_s": 60, "progress_s": 60, "retries": 0},
         "workers": [
             worker("ref-p", "reference", tiny_model, "prefill", **shared),
             worker(
@@ -124,12 +124,13 @@ def test_pages_cross_the_page_server_and_none_the_broker(pair: System, beside: B
 def test_the_page_server_is_killed_in_the_midst(pair: System, beside: Beside) -> None:
     """The answer is the same; its replica is unready until the server is back, and nothing is left on either."""
     expected = pair.complete(PROMPT, "local:reference", max_tokens=4).text
-    with ThreadPoolExecutor(1) as pool, beside.client() as client, beside.hop.hold(page(6)) as held:
-        asked = pool.submit(pair.complete, PROMPT, ROUTE, max_tokens=4)
-        assert held.wait(60), "there is no sixth page"
-        assert stream.gauges(client).in_flight_bytes > 0
-        assert beside.server.pid is not None
-        os.kill(beside.server.pid, signal.SIGKILL)
+    with ThreadPoolExecutor(1) as pool, beside.client() as client:
+        with beside.hop.hold(page(6)) as held:
+            asked = pool.submit(pair.complete, PROMPT, ROUTE, max_tokens=4)
+            assert held.wait(60), "there is no sixth page"
+            assert stream.gauges(client).in_flight_bytes > 0
+            assert beside.server.pid is not None
+            os.kill(beside.server.pid, signal.SIGKILL)
         answer = asked.result(120)
     assert answer.text == expected
     assert answer.trace["recomputed"] == "page_server_unavailable"

@@ -151,7 +151,7 @@ def jobs(cheap: System) -> Iterator[str]:
         if handoff_id.startswith("bad"):
             raise EngineError("the device is out of memory")
         if handoff_id.startswith("slow"):
-            gate.wait(60)
+            gate.wait(600)
         return {"outcome": "sent", "pages": 3, "bytes": 2_359_296}
 
     with connect(url) as client:
