@@ -14,6 +14,7 @@ _LIMITS = {
     ("links", "second turn"): "the scatter of a prefill of a second on shared cores is several times the 25 ms",
     ("load", "per CPU second"): "what D does for imports and for each token",
     ("load", ""): CPU,
+    ("load-16", ""): "one wave of prompts on a machine with twelve other processes: D waits for the first of them",
     ("stream", "plain TCP"): f"{CPU}: a copy by each of three processes, a digest by two",
     ("stream", "xoscar"): "as above; xoscar has no third process between its two",
     ("ttft", ""): "the scatter of CPU prefill on shared cores; on a GPU see the table below",

@@ -8,12 +8,13 @@ where all is cached, so that is the most that D can give; the last is what P can
 of the two. Goodput counts answers whose TTFT and time per token stay within the given bounds.
 
 One machine plays several: D has a core of its own in every case, and P, broker, API and client share the others
-(`bench.cores`). CPU per token is D's own, which a busy machine distorts least.
+(`bench.cores`). CPU per token is D's own, which a busy machine distorts least. Clients that begin at once make a wave
+of prefills, so sixteen of them send four waves: with one alone, half of the time nothing is there to decode.
 
 The defaults are a quarter of what the target is stated for (200-2000 and 128 tokens), so that CPUs end within minutes;
 prefill and decode keep their proportion.
 
-    python -m bench.load [--clients 1,4,16,64] [--requests 32] [--rounds 2] [--prompts 50,500] [--answer 32]
+    python -m bench.load [--clients 1,4,16,64] [--requests 64] [--rounds 1] [--prompts 50,500] [--answer 32]
                          [--engines vllm,mlx] [--own yes] [--uncached no]
 """
 
@@ -236,8 +237,8 @@ class Bench:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,4,16,64")
-    parser.add_argument("--requests", type=int, default=32, help="at most, unless there are more clients")
-    parser.add_argument("--rounds", type=int, default=2, help="of every case, each with prompts of its own")
+    parser.add_argument("--requests", type=int, default=64, help="at most, unless there are more clients")
+    parser.add_argument("--rounds", type=int, default=1, help="of every case, each with prompts of its own")
     parser.add_argument("--own", choices=("yes", "no"), default="yes", help="D's own server, too, where D is vLLM")
     parser.add_argument("--uncached", choices=("yes", "no"), default="no", help="D alone with nothing cached, too")
     parser.add_argument("--prompts", default="50,500")
@@ -258,14 +259,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         wanted = options.own == "yes" and engines[1] in own.ENGINES
         beside = stack.enter_context(own.server(options.model, directory)) if wanted else None
         bench = Bench(system, beside, options)
-        if cores.can_part():
+        parted = cores.can_part()
+        if parted:
             cores.part(bench.d_pids | (beside.engine_pids if beside else frozenset()))
         rows = bench.sweep()
     return {
         "question": "tokens/s under load",
         "options": report.options(options),
         "engines": versions(engines),
-        "own_core_for_d": cores.can_part(),
+        "own_core_for_d": parted,
         "rows": rows,
         "targets": report.rows(targets(rows)),
     }
