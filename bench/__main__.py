@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ("router", "scale", "stream", "codec", "api", "memory", "ttft", "turns", "links", "load")
+BENCHES = ("router", "scale", "stream", "pagesize", "codec", "api", "memory", "ttft", "turns", "links", "load")
 
 
 def main() -> int:

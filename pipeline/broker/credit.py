@@ -162,8 +162,8 @@ class Credit:
     def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
         """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks.
 
-        GET and not GETRANGE, which would say how much fits: Valkey sends a whole value from where it lies, and makes a
-        copy of any part of one.
+        GET and not GETRANGE, which would say how much fits: Valkey (from 9.0 on) sends a whole value from where it
+        lies, and makes a copy of any part of one.
         """
         parts = [command("GET", self.payload_key(one)) for one, _ in wanted]
         repeated(self._client, lambda: self.link.send(parts, len(parts)))

@@ -33,7 +33,12 @@ def test_rows_are_medians_and_targets_their_ratios() -> None:
     def runs(*walls: float) -> list[Measured]:
         return [Measured(10**9, wall, 2 * wall, 10**9) for wall in walls]
 
-    measured = {"plain TCP": runs(1, 2, 9), "Crossfill": runs(4, 5, 6), "xoscar, a": runs(20), "xoscar, b": runs(25)}
+    measured = {
+        "plain TCP": runs(1, 2, 9),
+        "Crossfill": runs(4, 5, 6),
+        stream.ORIGINAL: runs(20),
+        "xoscar, other": runs(10),
+    }
     tcp, ours, *_ = rows = stream.rows(measured)
     assert (tcp["mb_per_s"], ours["mb_per_s"], ours["of_tcp"]) == (500.0, 200.0, 0.4)
     assert ours["cpu_s_per_gb"] == 10.0

@@ -70,6 +70,19 @@ def test_it_is_what_workers_require_and_is_gone_after_stop(tmp_path: Path, kind:
     assert [p.name for p in server.log.parent.iterdir()] == [server.log.name]  # no dump
 
 
+def test_freed_payloads_stay_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of glibc's malloc is in the environment of the server, beside ours."""
+    binary, seen, script = embedded._binary("valkey"), tmp_path / "environment", tmp_path / "server"
+    script.write_text(f'#!/bin/sh\nenv > "{seen}"\nexec "{binary}" "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(embedded, "_binary", lambda kind: script)
+    monkeypatch.setenv("CROSSFILL_OURS", "1")
+    with EmbeddedServer(tmp_path, BUDGET):
+        pass
+    wanted = {"CROSSFILL_OURS=1", "MALLOC_MMAP_THRESHOLD_=33554432", "MALLOC_TRIM_THRESHOLD_=67108864"}
+    assert wanted <= set(seen.read_text().splitlines())
+
+
 def test_it_can_start_again_and_two_live_side_by_side(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "a", BUDGET)
     with server as first:
