@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from pipeline.api import responses, schemas
@@ -20,6 +21,7 @@ def rows() -> list[str]:
     return [line for line in table if not line.startswith("|---") and "shown by |" not in line]
 
 
+@cache
 def functions_of(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
