@@ -71,10 +71,15 @@ class System:
         return next(each for each in self.fleet.children if each.name == name)
 
     def revive(self, name: str) -> None:
-        """Start a replica's process again and wait until it serves."""
+        """Start a replica's process again and wait until it serves: the dead one is listed until its lease ends."""
         assert self.child(name).join(SETTLE_S)
+        before = self._started(name)
         self.fleet.restart(self.child(name))
-        eventually(lambda: name in {replica["name"] for replica in self.status()["replicas"]}, READY_S)
+        eventually(lambda: self._started(name) not in (None, before), READY_S)
+
+    def _started(self, name: str) -> int | None:
+        """When a replica that is listed was started, by the broker's clock."""
+        return next((one["started_ms"] for one in self.status()["replicas"] if one["name"] == name), None)
 
     def status(self) -> dict[str, Any]:
         return dict(self.http.get("/status").json())
