@@ -106,7 +106,7 @@ def _baseline(running: System) -> dict[str, int]:
 
 def _as_before(running: System, free: dict[str, int]) -> None:
     """Every gauge is at rest and every pool whole."""
-    assert {r["name"]: r["stats"]["free_pages"] for r in running.settled()["replicas"]} == free
+    eventually(lambda: _baseline(running) == free)
 
 
 def _whole(asked: Asked, text: str) -> None:
