@@ -152,11 +152,13 @@ class Rig(System):
         self.dying.discard(name)
 
     def revive(self, name: str) -> None:
-        """Start again what was killed; a page server comes back empty."""
+        """Start again what was killed, and wait until a replica serves; a page server comes back empty."""
         if name in self.beside:
             self.beside[name].server.start()
-        else:
+        elif name == API:
             self.crew.revive(name)
+        else:
+            super().revive(name)
 
     def pause(self, name: str) -> None:
         os.kill(self._pid(name), signal.SIGSTOP)
