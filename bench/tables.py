@@ -68,6 +68,17 @@ def loads(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def edge(results: Results) -> str:
+    """CPU of the process that speaks HTTP."""
+    lines = _head("run", "server", "request, ms", "token, us", "streams", "tokens/s", "longest gap, ms", "usual gap")
+    for name in ("api", "gpu-api"):
+        for server, row in results.get(name, {}).get("rows", {}).items():
+            cost = (f"{row['request_cpu_ms']:.2f}", f"{row['token_cpu_us']:.0f}")
+            pace = (f"{row[what]:.0f}" for what in ("tokens_per_s", "gap_max_ms", "gap_median_ms"))
+            lines.append(_row(name, server, *cost, row.get("streams", 200), *pace))
+    return "\n".join(lines) + "\n"
+
+
 def on_gpu(results: Results) -> str:
     """What handoffs add on a GPU, against the same target as `ttft`'s."""
     lines = _head("run", "route", "prompt", "P alone, ms", "handoff, ms", "added, ms", "target", "reached")
@@ -126,4 +137,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "turns": second,
     "memory": memory,
     "load": loads,
+    "edge": edge,
 }

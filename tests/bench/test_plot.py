@@ -120,3 +120,13 @@ def test_rows_of_links_load_and_memory() -> None:
     names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
     peaks = {f"{name}_mib": float(at) for at, name in enumerate(names)}
     assert "| mlx | 0 | 1 | 2 | 3 | 4 | 5 |" in tables.memory({"memory": {"rows": [peaks | {"engine": "mlx"}]}})
+
+
+def test_the_cost_of_the_edge_beside_others() -> None:
+    row = {"request_cpu_ms": 2.345, "token_cpu_us": 51.2, "tokens_per_s": 400.4, "gap_max_ms": 99.9}
+    rows = {"floor": row | {"gap_median_ms": 50.0, "streams": 16}}
+    table = tables.edge({"gpu-api": {"rows": {"crossfill": row | {"gap_median_ms": 8.0}}}, "api": {"rows": rows}})
+    assert table.splitlines()[2:] == [
+        "| api | floor | 2.35 | 51 | 16 | 400 | 100 | 50 |",
+        "| gpu-api | crossfill | 2.35 | 51 | 200 | 400 | 100 | 8 |",
+    ]

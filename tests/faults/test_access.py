@@ -17,6 +17,7 @@ from tests.scenarios.system import System, system, worker
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 PASSWORD = "a password"
 BUDGET = 1 << 20
+ROUTE = "reference->reference"
 
 
 def _rule() -> list[str]:
@@ -59,10 +60,15 @@ def guarded(admin: Redis, url: str, tiny_model: Path, tmp_path_factory: pytest.T
 
 
 def test_the_rule_is_enough_for_a_handoff_and_a_cancel(guarded: System, admin: Redis) -> None:
-    answer = guarded.complete([5 + i for i in range(200)], "reference->reference")
+    prompt = [5 + i for i in range(200)]
+    answer = guarded.complete(prompt, ROUTE)
     assert (answer.finish, answer.trace["imported_tokens"]) == ("length", 199)
-    assert guarded.status()["live"] == []
+    body = {"model": guarded.model, "prompt": prompt, "max_tokens": 700, "ignore_eos": True, "stream": True}
+    with guarded.http.stream("POST", "/v1/completions", json=body, headers={"X-Crossfill-Route": ROUTE}) as stream:
+        assert next(stream.iter_lines()).startswith("data: {")
     guarded.settled()
+    left, _ = guarded.http.get("/handoffs", params={"recent": 2}).json()["handoffs"]
+    assert left["state"] == "cancelled"
     assert admin.acl_log() == []
 
 

@@ -165,9 +165,11 @@ def test_b22_a_decoder_that_takes_no_more_makes_p_wait_within_its_share(hurt: Ri
         """Not a page more would fit."""
         return hurt.broker.hexists("cf:budget:wants", handoff) and in_flight() > share - PAGE_BYTES
 
-    eventually(p_waits, REST_S)
+    def d_stands() -> bool:
+        return hurt.hops["d-0"].stalled.is_set() or hurt.hops["d-1"].stalled.is_set()
+
+    eventually(lambda: d_stands() and p_waits(), REST_S)
     assert in_flight() <= share
-    assert hurt.hops["d-0"].stalled.is_set() or hurt.hops["d-1"].stalled.is_set()
     for name in ("d-0", "d-1"):
         hurt.hops[name].mend()
     _unharmed(question, call.result(), 6)
