@@ -198,6 +198,7 @@ class Choice:
         self._unpacking_rate = 0.0
         self._ratio = 1.0
         self._raw_arrival, self._packed_arrival = _Rate(), _Rate()
+        self._given_up = False
 
     def observe(self, page_bytes: int, sent_bytes: int, seconds: float) -> None:
         """Pages of `page_bytes` were on the server, as `sent_bytes`, so long after they could have gone; waiting for
@@ -238,8 +239,9 @@ class Choice:
         assert self._link_rate is not None
         if self._packed_arrival.times >= _TRIAL:
             lag = self._raw_arrival.bytes_per_s / self._packed_arrival.bytes_per_s
-            if lag > _WORTH:  # by less two rates differ anyway
-                return False
+            self._given_up |= lag > _WORTH  # by less two rates differ anyway
+        if self._given_up:
+            return False
         working = _LEEWAY * min(self._packing.bytes_per_s, self._unpacking_rate)
         return min(working, self._ratio * self._link_rate) >= _WORTH * self._link_rate
 

@@ -59,9 +59,14 @@ class Header:
     body: bytes = b""
 
 
+def is_handoff_id(text: str) -> bool:
+    """Whether this is the hex of a UUID: ids become key names and 16 header bytes."""
+    return _HANDOFF_ID.fullmatch(text) is not None
+
+
 def require_handoff_id(handoff_id: str) -> None:
-    """Raise FrameError unless this is the hex of a UUID: ids become key names and 16 header bytes."""
-    if not _HANDOFF_ID.fullmatch(handoff_id):
+    """Raise FrameError unless `is_handoff_id`."""
+    if not is_handoff_id(handoff_id):
         raise FrameError("a handoff id is the 32 lower-case hex digits of a UUID")
 
 

@@ -243,6 +243,8 @@ def test_auto_goes_back_to_raw_when_packed_pages_arrive_later_than_raw_ones() ->
     assert _name(choice, SMOOTH) == "zstd"  # three may be chance
     _sent(choice, 60e6, packed=True)
     assert _name(choice, SMOOTH) == "raw"
+    _sent(choice, 50e6, times=20)  # a link that slows down is no second chance
+    assert _name(choice, SMOOTH) == "raw"
 
 
 def test_auto_goes_on_packing_while_more_arrives() -> None:

@@ -20,7 +20,7 @@ import anyio
 from pipeline.api.errors import Problem, ProblemError, sanitise
 from pipeline.api.output import Output, Piece, Told
 from pipeline.contract import Contract
-from pipeline.errors import CrossfillError, InvalidParameterError, UnsupportedFeatureError
+from pipeline.errors import BrokerError, CrossfillError, InvalidParameterError, UnsupportedFeatureError
 from pipeline.logprob import TokenLogprob
 from pipeline.request import Request
 from pipeline.routing import Wish
@@ -217,7 +217,8 @@ class Relay:
         """
         if not self._events and self._failure is None:
             await self._wait(timeout_s)
-        if not (found := self._ready()) and self._failure is not None:
+        found = self._ready() if self._failure is None else []
+        if not found and self._failure is not None:
             raise self._failure
         return found
 
@@ -284,14 +285,21 @@ class Relay:
         output = prompt.outputs[entry.sample]
         if output.finish and not entry.error:  # a stop string ended this sample, D goes on for its siblings
             prompt.ended = entry.last
+            self._require_whole(prompt)
             return
         piece = self._take(prompt, output, entry)
+        self._require_whole(prompt)
         event = Event(first + entry.sample, piece.text, output.finish, piece.tokens)
         prompt.over = output.finish is not None and all(each.finish for each in prompt.outputs)
         if prompt.over and (self._traced or not entry.last or entry.held_tokens is None):
             self._finishers.append(asyncio.create_task(self._finish(prompt, entry, event)))
         else:
             self._put(event)
+
+    def _require_whole(self, prompt: Prompt) -> None:
+        """A worker that has said its last word before every sample ended would leave the client waiting."""
+        if prompt.ended and not all(prompt.finishes):
+            raise BrokerError("the token channel closed before the answer had ended")
 
     def _take(self, prompt: Prompt, output: Output, entry: Entry) -> Piece:
         if entry.error is not None:

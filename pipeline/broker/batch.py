@@ -62,9 +62,11 @@ class Batch:
     def _replies(self, calls: Sequence[_Call]) -> list[Any]:
         """Refusals are values. A server that has lost the script gets it once more."""
         replies = self._executed(calls)
-        if any(isinstance(reply, NoScriptError) for reply in replies):
+        lost = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if lost:
             self._client.script_load(self._script.script)
-            replies = self._executed(calls)
+            for at, reply in zip(lost, self._executed([calls[at] for at in lost]), strict=True):
+                replies[at] = reply
         return replies
 
     def _executed(self, calls: Sequence[_Call]) -> list[Any]:

@@ -166,7 +166,8 @@ class TokenHub:
 class TokenReader:
     """Every entry of one handoff, in order, exactly once, up to and with the last; or the error that ended it.
 
-    What comes before somebody listens is kept: an answer has a bounded number of tokens.
+    What comes before somebody listens is kept: an answer has a bounded number of tokens. Until then nothing is looked
+    for: the handoff may not have been submitted yet, however long that takes.
     """
 
     def __init__(self, hub: TokenHub, handoff_id: str) -> None:
@@ -178,6 +179,7 @@ class TokenReader:
         self._next = 0
         self._over = False
         self._looking: asyncio.Task[None] | None = None
+        self._again = False  # a look was asked for while one was under way
         self._silent = 0  # ticks since something was published or looked for
         self._patience = 1  # and how many of them are let pass
         self._missing = 0
@@ -202,6 +204,8 @@ class TokenReader:
         early, self._early = self._early, []
         for heard in early:
             listener(heard)
+        if self._ahead:
+            self.look()
 
     def put(self, index: int, raw: bytes) -> None:
         """`raw` was published as entry number `index` of the log."""
@@ -214,15 +218,20 @@ class TokenReader:
 
     def tick(self) -> None:
         """Silence makes it look: after a tick or two at first, later less often."""
+        if self._listener is None:
+            return
         self._silent += 1
         if self._silent > self._patience:
             self._patience = min(2 * self._patience, _MOST_PATIENT)
             self.look()
 
     def look(self) -> None:
-        """Read the log, unless that is being done."""
+        """Read the log; once more where that is being done, since it may have passed what is meant."""
         self._silent = 0
-        if not self._over and (self._looking is None or self._looking.done()):
+        if self._over or self._listener is None:
+            return
+        self._again = True
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._heal())
 
     def _take(self, raw: bytes) -> None:
@@ -242,6 +251,11 @@ class TokenReader:
         (self._listener or self._early.append)(heard)
 
     async def _heal(self) -> None:
+        while self._again and not self._over:
+            self._again = False
+            await self._read_log()
+
+    async def _read_log(self) -> None:
         """A gap, or silence for a while: read the log. A handoff gone from the ledger will say nothing more.
 
         A broker that is away is waited for a moment: a reset connection, or a failover, is not the end of an answer.

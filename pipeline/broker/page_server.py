@@ -18,6 +18,7 @@ from pipeline.broker import credit, keys
 from pipeline.broker.address import Address, require_public
 from pipeline.broker.connect import PageServer, connect_pages, translate
 from pipeline.errors import ConfigError, PageServerError, PeerError
+from pipeline.header import is_handoff_id
 from pipeline.settings import BrokerSettings
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class PageServers:
                 self._owed.append((address, handoff_id))
 
     def abandoned(self, address: Address, idle_s: float) -> list[str]:
-        """Ids of handoffs that nobody has kept there for `idle_s`: their time to live falls. Raises BrokerError."""
+        """Ids of handoffs that nobody has kept there for `idle_s`: their time to live falls. Keys that only look like
+        theirs are a stranger's. Raises BrokerError."""
         client, kept_ms = self.at(address), 1000 * (self._settings.handoff_ttl_s - idle_s)
         with translate(client):
             fences = list(client.scan_iter(keys.FENCES_PATTERN, count=1000))
@@ -84,9 +86,8 @@ class PageServers:
                 for fence in fences:
                     pipe.pttl(fence)
                 lefts = pipe.execute()
-        return [
-            keys.handoff_of(fence.decode()) for fence, left in zip(fences, lefts, strict=True) if 0 <= left < kept_ms
-        ]
+        idle = (fence for fence, left in zip(fences, lefts, strict=True) if 0 <= left < kept_ms)
+        return [found for fence in idle if is_handoff_id(found := keys.handoff_of(fence.decode(errors="replace")))]
 
     def _shunned(self, address: Address) -> bool:
         return self._monotonic() - self._failed_s.get(address.url, float("-inf")) < _SHUN_S

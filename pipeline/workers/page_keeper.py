@@ -105,7 +105,7 @@ class PageKeeper:
     def sweep(self) -> None:
         """Whoever owed our own server the release of a handoff may have died: what is left of it there goes.
 
-        Only of one without a record: another fleet's, or one that merely stands still, is not ours to judge.
+        Only of one without a record here: one that merely stands still has one. So a page server is one fleet's alone.
         """
         if self._own is None or not self.up:
             return

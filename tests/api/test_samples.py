@@ -168,6 +168,16 @@ async def test_several_samples(
     assert backend.log == [("close",)]
 
 
+async def test_a_last_word_before_every_sample_has_ended_is_an_error(
+    client: httpx.AsyncClient, backend: FakeBackend, ids: Ids
+) -> None:
+    """A worker of another make: nothing would ever come for the second sample."""
+    backend.scripts = [steps(ids("one"), "stop")]
+    answer = await client.post(TEXT, json={"prompt": "a", "n": 2})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "broker_unavailable")
+    assert "closed before the answer had ended" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_stop_strings_of_several_samples(
     client: httpx.AsyncClient, backend: FakeBackend, ids: Ids, streamed: bool

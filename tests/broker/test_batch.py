@@ -10,7 +10,7 @@ from typing import Any
 import fakeredis
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from pipeline.broker import batch
 from pipeline.broker.batch import Batch
@@ -74,6 +74,28 @@ def test_a_server_that_lost_the_script_gets_it_again(client: fakeredis.FakeRedis
     echo.run(["a"], [1])
     client.script_flush()
     assert echo.run(["a"], [2]) == [b"a", b"2"]
+
+
+def test_only_the_calls_that_met_no_script_are_sent_again(client: fakeredis.FakeRedis) -> None:
+    """The others were run: a second time some of them would be refused."""
+    sent: list[list[int]] = []
+
+    class Flushed(Held):
+        def _executed(self, calls: Sequence[Any]) -> list[Any]:
+            replies = super()._executed(calls)
+            sent.append(sorted(call.args[0] for call in calls))
+            return [
+                NoScriptError("flushed") if len(calls) > 2 and call.args[0] == 2 else reply
+                for call, reply in zip(calls, replies, strict=True)
+            ]
+
+    held = Flushed(client)
+    held.let_go.set()
+    held.run(["first"], [9])  # the server knows the script from here on
+    held.let_go.clear()
+    found = held.crowd(4, lambda at: held.run([f"key-{at}"], [at]))
+    assert found == [[f"key-{at}".encode(), str(at).encode()] for at in range(5)]
+    assert sent[-2:] == [[1, 2, 3, 4], [2]]
 
 
 def test_a_broken_connection_is_told_to_every_call_and_the_next_goes_on(client: fakeredis.FakeRedis) -> None:

@@ -242,8 +242,12 @@ class _HeldLog:
 
     async def log(self, handoff_id: str, start: int) -> list[bytes]:
         self.asked.append(start)
+        found = self.entries[start:]
         await self.read.wait()
-        return self.entries[start:]
+        return found
+
+    async def known(self, handoff_id: str) -> bool:
+        return False
 
 
 @pytest.mark.anyio
@@ -253,20 +257,40 @@ async def test_what_is_published_while_the_log_is_read_is_not_lost() -> None:
     hub.entries = raw[:4]
     reader = TokenReader(hub, "h1")  # type: ignore[arg-type]
     reader.put(0, raw[0])
-    reader.put(3, raw[3])  # 1 and 2 were lost: it looks
-    await asyncio.sleep(0)
-    reader.put(4, raw[4])
-    reader.put(5, raw[5])
+    reader.put(3, raw[3])  # 1 and 2 were lost
     heard: list[Heard] = []
     reader.listen(heard.append)
     assert heard == ENTRIES[:1]
+    await asyncio.sleep(0)
+    reader.put(5, raw[5])  # 4 is in the log after it was read
+    hub.entries = raw[:6]
     hub.read.set()
     while len(heard) < 6:
         await asyncio.sleep(0)
     reader.put(5, raw[5])
     reader.put(6, raw[6])
     assert heard == ENTRIES[:7]
-    assert hub.asked == [1]
+    assert hub.asked == [1, 4]
+
+
+@pytest.mark.anyio
+async def test_nothing_is_looked_for_before_anybody_listens() -> None:
+    """A submit may take long: until it is through there is no record, and that must not look like one that was lost."""
+    hub = _HeldLog()
+    hub.read.set()
+    reader = TokenReader(hub, "h1")  # type: ignore[arg-type]
+    heard: list[Heard] = []
+    for _ in range(20):
+        reader.tick()
+        reader.look()
+        await asyncio.sleep(0)
+    assert hub.asked == []
+    reader.listen(heard.append)
+    while not heard:
+        reader.tick()
+        await asyncio.sleep(0)
+    assert [str(each) for each in heard] == ["the broker has lost this request: it was restarted or emptied"]
+    assert hub.asked == [0, 0]
 
 
 @pytest.mark.anyio

@@ -122,3 +122,14 @@ def test_a_release_that_was_missed_is_made_up_for(
     assert not servers._owed
     servers.close()
     away.close()
+
+
+def test_a_strangers_keys_are_not_taken_for_handoffs_that_nobody_keeps(redis_client: Redis, server_url: str) -> None:
+    servers, address = PageServers(redis_client, SETTINGS), Address(server_url, 77)
+    for handoff in (HANDOFF, "cd" * 16):
+        stream.raise_fence(redis_client, handoff, Attempts(1, 1), SETTINGS)
+    redis_client.pexpire(keys.HandoffKeys(HANDOFF).fence, int(1000 * SETTINGS.handoff_ttl_s) - 15_001)
+    for name in (b"elsewhere", b"\xff" * 32):
+        redis_client.set(b"cf:{" + name + b"}:fence", "1", px=1000)
+    assert servers.abandoned(address, 15.0) == [HANDOFF]
+    servers.close()

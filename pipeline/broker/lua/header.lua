@@ -3,7 +3,7 @@
 -- to what the codec left. COMMIT and ABORT must pass at maxmemory: allow-oom.
 -- KEYS, ARGV 1-8 as budget.lua
 -- ARGV 9 attempts, 10 handoff ttl ms, then five for each frame: entry id "attempt-sequence", header, payload bytes
---      (0: no payload), credit field, "1": only right behind the header before it (several rounds may be under way)
+--      (0: no payload), credit field, "1": only right behind the header before it (several groups go out before the first is answered)
 -- returns {how many of the leading frames are there,
 --          "ok" (all) | "missing" (its payload is not there) | "gap" (the header before it is not there) | "gone" | "stale"}
 --@include budget
