@@ -10,7 +10,6 @@ _LIMITS = {
     ("api", "a request"): "record, RQ's jobs and four round trips by redis-py and its serialiser, in threads",
     ("api", "does nothing"): "this machine: one send, one wake and one pass of the event loop",
     ("api", "a streamed token"): "sends and wakes of the floor, and as much again for the message, text and chunk",
-    ("codec", "auto on"): "noise: on two shared cores `auto` sent `raw`, as `raw` itself did",
     ("gpu-stream", ""): "CPU per byte of three processes where plain TCP has two; one core of Python on each side",
     ("links", "prompt new"): f"{CPU}: sending takes them from computing",
     ("links", "prompt held"): f"{CPU}; D computes the last token when the last page is in",
