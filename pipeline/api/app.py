@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import re
 import socket
@@ -18,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
-from pipeline import __version__, log, tracing
+from pipeline import __version__, heap, log, tracing
 from pipeline.api import admin, chat, completions, errors, explain, gauges, models, openapi, responses, served
 from pipeline.api.answer import Pace
 from pipeline.api.backend import BrokerBackend
@@ -166,18 +165,11 @@ def serve(settings: Settings) -> None:
     )
     server = uvicorn.Server(config)
     listeners = [shared_socket(settings.api.host, settings.api.port)] if settings.api.share_port else None
-    settle_memory()
+    heap.settle()
     with contextlib.suppress(KeyboardInterrupt):
         server.run(listeners)
     if not server.started:
         sys.exit(_NOT_STARTED)
-
-
-def settle_memory() -> None:
-    """What exists by now lives as long as the process: 100,000 objects that a full collection need not look through,
-    which would hold every stream for a tenth of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def shared_socket(host: str, port: int) -> socket.socket:

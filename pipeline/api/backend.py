@@ -61,6 +61,7 @@ class BrokerBackend:
         digests = {model.contract.digest for model in models}
         self._router = Router(self._registry.list, settings.routing, engines, digests)
         self._unmet: tuple[Model, ...] = ()  # models whose needs of a broker that is away nobody could check
+        self._limit = settings.api.max_live if settings.api else None  # handoffs alive at once
         self._count, self._counted_s = 0, -FRESH_S  # everybody's live handoffs, when they were counted last
         self._creating = 0  # submissions on their way; with the router's live ones all that are ours
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,15 +115,15 @@ class BrokerBackend:
 
     def _require_room(self, live: int) -> None:
         """Raises OverloadedError when as many handoffs as may be are alive: ours exactly, everybody's about now."""
-        limit = self._settings.api.max_live if self._settings.api else None
-        if limit is not None and live >= limit:
-            raise OverloadedError(f"{live} requests are being served, {limit} are the most: try again in a moment")
+        if self._limit is not None and live >= self._limit:
+            raise OverloadedError(
+                f"{live} requests are being served, {self._limit} are the most: try again in a moment"
+            )
 
     def _require_room_for_all(self) -> None:
         """As `_require_room` for everybody's. Half full a moment ago, they are counted before each request."""
-        limit = self._settings.api.max_live if self._settings.api else None
         crowd = max(self._count, self._router.live + self._creating)
-        if limit is None or (time.monotonic() - self._counted_s < FRESH_S and 2 * crowd < limit):
+        if self._limit is None or (time.monotonic() - self._counted_s < FRESH_S and 2 * crowd < self._limit):
             return
         self._count, self._counted_s = self._ledger.count(), time.monotonic()
         self._require_room(self._count)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import anyio
 
 from pipeline.api.errors import Problem, ProblemError, sanitise
-from pipeline.api.output import Output, Piece, Told
+from pipeline.api.output import Output, Told
 from pipeline.contract import Contract
 from pipeline.errors import BrokerError, CrossfillError, InvalidParameterError, UnsupportedFeatureError
 from pipeline.logprob import TokenLogprob
@@ -162,6 +162,11 @@ class Prompt:
     def finishes(self) -> list[str | None]:
         return ["length" if self.request is None else output.finish for output in self.outputs]
 
+    @property
+    def whole(self) -> bool:
+        """Every sample has ended."""
+        return all(self.finishes)
+
 
 class Relay:
     """`open`, `next` until `done`, `close`. Choices are numbered over all samples of all prompts."""
@@ -283,31 +288,26 @@ class Relay:
 
     def _tell(self, first: int, prompt: Prompt, entry: Entry) -> None:
         output = prompt.outputs[entry.sample]
-        if output.finish and not entry.error:  # a stop string ended this sample, D goes on for its siblings
-            prompt.ended = entry.last
-            self._require_whole(prompt)
+        prompt.ended = entry.last
+        if entry.error is not None:
+            raise _failed(entry.error)
+        # None: a stop string ended this sample, D goes on for its siblings
+        event = None if output.finish else self._event(first, prompt, entry)
+        if prompt.ended and not prompt.whole:  # nothing would ever come for the others
+            raise BrokerError("the token channel closed before the answer had ended")
+        if event is None:
             return
-        piece = self._take(prompt, output, entry)
-        self._require_whole(prompt)
-        event = Event(first + entry.sample, piece.text, output.finish, piece.tokens)
-        prompt.over = output.finish is not None and all(each.finish for each in prompt.outputs)
+        prompt.over = prompt.whole
         if prompt.over and (self._traced or not entry.last or entry.held_tokens is None):
             self._finishers.append(asyncio.create_task(self._finish(prompt, entry, event)))
         else:
             self._put(event)
 
-    def _require_whole(self, prompt: Prompt) -> None:
-        """A worker that has said its last word before every sample ended would leave the client waiting."""
-        if prompt.ended and not all(prompt.finishes):
-            raise BrokerError("the token channel closed before the answer had ended")
-
-    def _take(self, prompt: Prompt, output: Output, entry: Entry) -> Piece:
-        if entry.error is not None:
-            prompt.ended = True
-            raise _failed(entry.error)
-        prompt.ended = entry.last
+    def _event(self, first: int, prompt: Prompt, entry: Entry) -> Event:
+        output = prompt.outputs[entry.sample]
         prompt.cached_tokens = entry.held_tokens or prompt.cached_tokens
-        return output.feed(entry.token_ids, entry.finish, entry.logprobs)
+        piece = output.feed(entry.token_ids, entry.finish, entry.logprobs)
+        return Event(first + entry.sample, piece.text, output.finish, piece.tokens)
 
     async def _finish(self, prompt: Prompt, entry: Entry, event: Event) -> None:
         """What is owed before the last event of a prompt is told: D's end, and what the ledger knows of it."""

@@ -234,11 +234,6 @@ class Ledger:
             raise BrokerError(f"the token log of handoff {record.handoff_id} has lost entries: it cannot go on")
         return requests.resumed(record.request, said)
 
-    def known(self, handoff_id: str) -> bool:
-        """Whether there is a record of it, of one that has ended too."""
-        with translate():
-            return bool(self._client.exists(keys.HandoffKeys(handoff_id).record))
-
     def peek(self, handoff_id: str) -> Snapshot | None:
         """State and the small fields, without the prompt; None when it is gone."""
         with translate():
@@ -252,14 +247,8 @@ class Ledger:
         """
         names = keys.HandoffKeys(handoff_id)
         replica = worker.rpartition("@")[0] if role == "decode" else ""
-        args = [
-            role,
-            worker,
-            transition.table(Event.START),
-            self._clock.now_ms(),
-            token or secrets.token_hex(8),
-            replica,
-        ]
+        start, token = transition.table(Event.START), token or secrets.token_hex(8)
+        args = [role, worker, start, self._clock.now_ms(), token, replica]
         with translate():
             status, *rest = self._scripts.run("enter", [names.record, names.events], args)
         if status != b"ok":

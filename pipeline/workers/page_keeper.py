@@ -36,7 +36,7 @@ def own_address(settings: Settings, worker: WorkerSettings) -> Address | None:
 
 
 class PageKeeper:
-    """`active` are the handoffs this process works on, `seen` what was last read of one; `known` asks the ledger."""
+    """`active` are the handoffs this process works on, `seen` what was last read of one; `peek` asks the ledger."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class PageKeeper:
         own: Address | None,
         active: Callable[[], Iterable[str]],
         seen: Callable[[str], Snapshot | None],
-        known: Callable[[str], bool],
+        peek: Callable[[str], Snapshot | None],
         settings: BrokerSettings,
     ) -> None:
         self._servers = servers
         self._own = own
         self._active = active
         self._seen = seen
-        self._known = known
+        self._peek = peek
         self._settings = settings
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="page-keeper", daemon=True)
@@ -110,7 +110,7 @@ class PageKeeper:
         if self._own is None or not self.up:
             return
         for handoff_id in self._servers.abandoned(self._own, IDLE_S):
-            if not self._known(handoff_id):
+            if self._peek(handoff_id) is None:
                 _log.info("handoff %s: it is over, and what is left of it on %s goes", handoff_id, self._own.url)
                 self._servers.release(self._own, handoff_id)
 

@@ -7,7 +7,6 @@ from a thread of their own, so a long engine step is not death either.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import secrets
 import signal
@@ -19,7 +18,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline import engines, tracing
+from pipeline import engines, heap, tracing
 from pipeline.broker import keys, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect, connect_blocking, require_ready
@@ -66,7 +65,7 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
         engine = stack.enter_context(closing(engines.load(worker.engine, worker.model, chosen)))
         require_ready(client, settings.broker.budget_bytes, engine.contract.page_shape.page_bytes)
         warm_up(engine, worker.role)
-        _settle_heap()
+        heap.settle()
         replica = Runtime(settings, worker, engine, client)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,12 +79,6 @@ def run(settings: Settings, worker: WorkerSettings) -> None:
         replica.close()
     if ended is not None:
         raise ended
-
-
-def _settle_heap() -> None:
-    """Keep what the engine has loaded out of later garbage collections, each of which would stop every thread."""
-    gc.collect()
-    gc.freeze()
 
 
 def _held_pages(worker: WorkerSettings) -> int:
@@ -164,7 +157,7 @@ class Runtime:
             resigned=self._resigned,
         )
         self._page_keeper = PageKeeper(
-            self._pages, self._own_pages, self._signals.active, self._signals.seen, ledger.known, settings.broker
+            self._pages, self._own_pages, self._signals.active, self._signals.seen, ledger.peek, settings.broker
         )
         metrics.add_source(self._readings)
         self._end_metrics: Callable[[], None] = lambda: None

@@ -232,7 +232,7 @@ async def test_a_connection_that_uvloop_has_closed_is_a_broker_that_is_away() ->
         await hub.known("0" * 32)
 
 
-class _HeldLog:
+class _HeldLog(TokenHub):
     """A hub whose log is read when the test says so, with what is in it by then."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ async def test_what_is_published_while_the_log_is_read_is_not_lost() -> None:
     hub = _HeldLog()
     raw = [entry.encode().encode() for entry in ENTRIES]
     hub.entries = raw[:4]
-    reader = TokenReader(hub, "h1")  # type: ignore[arg-type]
+    reader = TokenReader(hub, "h1")
     reader.put(0, raw[0])
     reader.put(3, raw[3])  # 1 and 2 were lost
     heard: list[Heard] = []
@@ -278,7 +278,7 @@ async def test_nothing_is_looked_for_before_anybody_listens() -> None:
     """A submit may take long: until it is through there is no record, and that must not look like one that was lost."""
     hub = _HeldLog()
     hub.read.set()
-    reader = TokenReader(hub, "h1")  # type: ignore[arg-type]
+    reader = TokenReader(hub, "h1")
     heard: list[Heard] = []
     for _ in range(20):
         reader.tick()
@@ -295,7 +295,7 @@ async def test_nothing_is_looked_for_before_anybody_listens() -> None:
 
 @pytest.mark.anyio
 async def test_an_entry_that_cannot_be_read_ends_the_answer() -> None:
-    reader = TokenReader(_HeldLog(), "h1")  # type: ignore[arg-type]
+    reader = TokenReader(_HeldLog(), "h1")
     heard: list[Heard] = []
     reader.listen(heard.append)
     reader.put(0, b"{}")

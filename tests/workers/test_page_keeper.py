@@ -69,10 +69,11 @@ def _keeper(client: Redis, own: Address | None, where: dict[str, Address | None]
         address = where[handoff_id]
         return Snapshot(handoff_id, State.STREAMING, {"page_server": str(address)} if address else {})
 
-    def known(handoff_id: str) -> bool:
-        return bool(client.exists(keys.HandoffKeys(handoff_id).record))
+    def peek(handoff_id: str) -> Snapshot | None:
+        there = client.exists(keys.HandoffKeys(handoff_id).record)
+        return Snapshot(handoff_id, State.STREAMING, {}) if there else None
 
-    return PageKeeper(PageServers(client, SETTINGS), own, lambda: list(where), seen, known, SETTINGS)
+    return PageKeeper(PageServers(client, SETTINGS), own, lambda: list(where), seen, peek, SETTINGS)
 
 
 def test_leases_are_kept_where_the_credit_is(redis_client: Redis, beside: EmbeddedServer, pages: Redis) -> None:

@@ -22,7 +22,7 @@ from rq.command import send_shutdown_command, send_stop_job_command
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from pipeline import engines
+from pipeline import engines, heap
 from pipeline.broker import keys, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.janitor import Janitor
@@ -460,7 +460,7 @@ def _served(
         end()
 
     settled: list[bool] = []
-    monkeypatch.setattr(runtime, "_settle_heap", lambda: settled.append(not Registry(client).list()))
+    monkeypatch.setattr(heap, "settle", lambda: settled.append(not Registry(client).list()))
     monkeypatch.setattr(engines, "load", load)
     worker = WorkerSettings(name=NAME, engine="fake", model=Path("models/small"), role="decode")
     watcher = threading.Thread(target=watch)
