@@ -59,5 +59,6 @@ def stream(
             if text := "".join(choice["text"] for choice in chunk["choices"]):
                 times.append(time.perf_counter())
                 texts.append(text)
+    times = times or [time.perf_counter()]  # no token of it was visible
     step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
     return Sample(route, len(prompt), (times[0] - start) * 1e3, step * 1e3, len(times), trace, "".join(texts), tokens)

@@ -49,7 +49,7 @@ class EngineSettings(_Section):
     compute_dtype: Literal["auto", "float16", "float32"] = "auto"  # float32 on a CPU: MLX always, vLLM without AVX-512
     arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict
-    )  # SGLang: more fields of its ServerArgs
+    )  # more fields of SGLang's ServerArgs, of vLLM's EngineArgs
 
 
 class WorkerSettings(_Section):

@@ -7,6 +7,9 @@
 #   ring         the same for SGLang's pool and the page ring                      gpu-copies-sglang.json
 #   pairs        text of all directions against each engine alone                  gpu-pairs-A-B.json
 #   ttft         TTFT of each engine alone and of all directions                   gpu-ttft-A-B.json
+#   turns        a chat of ten turns, and the second turn of a long one            gpu-turns-A-B.json
+#   load         16 clients: tokens/s against D alone and vLLM's own server         gpu-load-A-B.json
+#   links        the prefill engine behind 85 MB/s and 1 Gb/s                       gpu-links-A-B.json
 #   soak         500 requests, a fifth cancelled in every phase                    gpu-soak-A-B.json
 #   killed       P is killed while its pages cross (needs --at and --victim)       gpu-killed-A-B.json
 #   oom          a KV pool larger than the GPU: what is said, and is it given back
@@ -37,7 +40,7 @@ case $piece in
            2>&1 | tee "$results/gpu-tests.txt" | tail -40 ;;
   copies) with_vllm python3 -m ops.gpu.copies "$MODEL" "$results/gpu-copies.json" "${@:3}" ;;
   ring) python3 -m ops.gpu.ring "$results/gpu-copies-sglang.json" ;;
-  pairs | ttft | soak | killed)
+  pairs | ttft | turns | load | links | soak | killed)
     python3 -m "ops.gpu.$piece" "$MODEL" "$results/gpu-$piece-$pair.json" --engines "$ENGINES" "${@:3}" ;;
   oom) python3 -m ops.gpu.oom "$MODEL" ${ENGINES//,/ } ;;
   *) echo "unknown piece $piece" >&2; exit 2 ;;

@@ -131,6 +131,7 @@ def workers(options: argparse.Namespace, engines: Sequence[str], directory: Path
         "kv_cache_bytes": options.kv_mib << 20,
         "prefix_cache_bytes": options.kv_mib << 18,
         "held_pages": 4096,
+        "max_running": options.running,
     }
     return [
         {
@@ -163,20 +164,26 @@ def settings(options: argparse.Namespace, engines: Sequence[str], directory: Pat
 
 @contextmanager
 def launched(options: argparse.Namespace, engines: Sequence[str]) -> Iterator[tuple[Fleet, Path]]:
-    """A fleet that is ready, and its folder. What its processes said last is printed where it fails."""
-    with tempfile.TemporaryDirectory() as run:
-        fleet = Fleet(settings(options, engines, Path(run)), Path(run), os.environ)
-        try:
-            fleet.start()
-            for _ in fleet.wait_ready(READY_S):
-                pass
-            yield fleet, Path(run)
-        except BaseException:
-            for child in fleet.children:
-                print(f"--- the end of {child.name}'s log\n{child.tail()}", flush=True)
-            raise
-        finally:
-            fleet.stop()
+    """A fleet that is ready, and its folder."""
+    with tempfile.TemporaryDirectory() as run, running(settings(options, engines, Path(run)), Path(run)) as fleet:
+        yield fleet, Path(run)
+
+
+@contextmanager
+def running(chosen: Settings, directory: Path) -> Iterator[Fleet]:
+    """A fleet that is ready. What its processes said last is printed where it fails."""
+    fleet = Fleet(chosen, directory, os.environ)
+    try:
+        fleet.start()
+        for _ in fleet.wait_ready(READY_S):
+            pass
+        yield fleet
+    except BaseException:
+        for child in fleet.children:
+            print(f"--- the end of {child.name}'s log\n{child.tail()}", flush=True)
+        raise
+    finally:
+        fleet.stop()
 
 
 @contextmanager
@@ -260,6 +267,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--kv-mib", type=int, default=4096)
     parser.add_argument("--sglang", default="{}", help="JSON: more of SGLang's arguments")
     parser.add_argument("--slots", type=int, default=16, help="jobs at once, per worker and role")
+    parser.add_argument("--running", type=int, default=16, help="requests that an engine steps at once")
     parser.add_argument("--budget-mib", type=int, default=256)
     return parser
 

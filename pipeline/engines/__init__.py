@@ -19,14 +19,15 @@ ENGINES = {
     "vllm": "pipeline.engines.vllm:VllmEngine",
     "sglang": "pipeline.engines.sglang.engine:SglangEngine",
 }
+WITH_ARGUMENTS = ("sglang", "vllm")
 
 
 def load(name: str, checkpoint: Path, settings: EngineSettings) -> Engine:
     """Import the engine's module and load the model. Raises ConfigError for an unknown or absent engine."""
     if name not in ENGINES:
         raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(sorted(ENGINES))}")
-    if settings.arguments and name != "sglang":
-        raise ConfigError(f"engine_settings.arguments: {name} takes none, only sglang does")
+    if settings.arguments and name not in WITH_ARGUMENTS:
+        raise ConfigError(f"engine_settings.arguments: {name} takes none, only {' and '.join(WITH_ARGUMENTS)} do")
     module, _, cls = ENGINES[name].partition(":")
     try:
         factory = getattr(import_module(module), cls)

@@ -8,7 +8,6 @@ import pytest
 
 from pipeline import engines
 from pipeline.engines.room import shortage
-from pipeline.engines.sglang.server import checked
 from pipeline.errors import ConfigError
 from pipeline.settings import EngineSettings
 
@@ -49,15 +48,6 @@ def test_an_mlx_pool_larger_than_the_gpu_does_not_start(
         monkeypatch.setattr(mx, "device_info", lambda key=key: {key: GIB})
         with pytest.raises(ConfigError, match=r"kv_cache_bytes of 2\.0 GiB do not fit the 1\.0 GiB"):
             engines.load("mlx", checkpoints["llama"], EngineSettings(kv_cache_bytes=2 * GIB))
-
-
-def test_arguments_of_an_operator_are_checked() -> None:
-    known, ours = {"attention_backend", "page_size"}, {"page_size"}
-    assert checked({"attention_backend": "triton"}, known, ours) == {"attention_backend": "triton"}
-    with pytest.raises(ConfigError, match="this SGLang has no argument 'attention_bakend'"):
-        checked({"attention_bakend": "triton"}, known, ours)
-    with pytest.raises(ConfigError, match="'page_size' is set by Crossfill"):
-        checked({"page_size": 1}, known, ours)
 
 
 def test_engines_that_take_no_arguments_say_so(checkpoints: dict[str, Path]) -> None:

@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Container, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.engines.arguments import checked
 from pipeline.engines.room import shortage
 from pipeline.engines.sglang.message import ADDRESS
 from pipeline.engines.sglang.ticket import SglangTicket
@@ -153,16 +154,6 @@ async def _read(ticket: SglangTicket, outputs: Any) -> None:
             ticket.fail(EngineError(f"SGLang aborted the request: {reason.get('message')}"))
 
 
-def checked(more: Mapping[str, Any], known: Container[str], ours: Container[str]) -> Mapping[str, Any]:
-    """An operator's own `ServerArgs` fields. Raises ConfigError for one that SGLang lacks or that is ours to set."""
-    for name in more:
-        if name not in known:
-            raise ConfigError(f"engine_settings.arguments: this SGLang has no argument {name!r}")
-        if name in ours:
-            raise ConfigError(f"engine_settings.arguments: {name!r} is set by Crossfill, page transfer relies on it")
-    return more
-
-
 def _build(checkpoint: Path, role: str, arguments: dict[str, Any], more: Mapping[str, Any], kv_cache_bytes: int) -> Any:
     """SGLang's engine. Warnings of what it imports are silenced: nobody here can act on them."""
     with warnings.catch_warnings():
@@ -181,7 +172,7 @@ def _build(checkpoint: Path, role: str, arguments: dict[str, Any], more: Mapping
         _require_plugin()
         known = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
         wanted = _common(checkpoint, role) | arguments
-        wanted |= checked(more, known, wanted)
+        wanted |= checked("SGLang", more, known, wanted)
         handlers, level = logging.root.handlers[:], logging.root.level
         try:
             return sglang.Engine(**{name: value for name, value in wanted.items() if name in known})

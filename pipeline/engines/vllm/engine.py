@@ -6,6 +6,7 @@ hold. vLLM keeps process-wide state, so there is one engine per process.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 from pipeline.checkpoint import eos_token_ids, read_contract
 from pipeline.contract import Contract
 from pipeline.contract import encode as encode_contract
+from pipeline.engines.arguments import checked
 from pipeline.engines.base import Capabilities, Check, EngineStats
 from pipeline.engines.feature import SUPPORTED
 from pipeline.engines.room import shortage
@@ -151,8 +153,9 @@ class VllmEngine:
                 raise ConfigError(f"vLLM runs on {device!r} here: its KV layout is known for CPU and CUDA only")
             current_platform.import_kernels()
             verify_layout(self._contract.page_shape, device)
+            arguments = self._engine_args(checkpoint, device)
             try:
-                engine = LLMEngine.from_engine_args(self._engine_args(checkpoint))
+                engine = LLMEngine.from_engine_args(arguments)
             except Exception as error:
                 short = device == "cuda" and shortage(checkpoint, self._settings.kv_cache_bytes, _free_bytes())
                 raise ConfigError(f"vLLM could not load the model: {short or error}") from error
@@ -160,39 +163,52 @@ class VllmEngine:
                 linear.widen(engine.model_executor.driver_worker.worker.model_runner.model)
             return engine
 
-    def _engine_args(self, checkpoint: Path) -> Any:
+    def _engine_args(self, checkpoint: Path, device: str) -> Any:
         from vllm import EngineArgs
         from vllm.config import KVTransferConfig
 
         settings, blocks = self._settings, self._blocks + 1  # vLLM keeps one block back as its null block
-        return EngineArgs(
-            model=str(checkpoint),
-            dtype="float16",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            enforce_eager=True,
-            seed=secrets.randbits(31),  # unseeded requests must not repeat after a restart
-            block_size=PAGE_TOKENS,
-            max_model_len=self._limit,
-            max_num_seqs=settings.max_running,
-            max_num_batched_tokens=max(settings.chunk_tokens, settings.max_running),
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            num_gpu_blocks_override=blocks,
-            kv_cache_memory_bytes=blocks * self._contract.page_shape.page_bytes,
-            gpu_memory_utilization=_START_SHARE,
-            disable_hybrid_kv_cache_manager=True,
-            async_scheduling=False,
-            disable_log_stats=True,
-            logits_processors=["pipeline.engines.vllm.sampling:Draws"],
-            kv_transfer_config=KVTransferConfig(
+        ours = {
+            "model": str(checkpoint),
+            "dtype": "float16",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "seed": secrets.randbits(31),  # unseeded requests must not repeat after a restart
+            "block_size": PAGE_TOKENS,
+            "max_model_len": self._limit,
+            "max_num_seqs": settings.max_running,
+            "max_num_batched_tokens": max(settings.chunk_tokens, settings.max_running),
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "num_gpu_blocks_override": blocks,
+            "kv_cache_memory_bytes": blocks * self._contract.page_shape.page_bytes,
+            "gpu_memory_utilization": _START_SHARE,
+            "disable_hybrid_kv_cache_manager": True,
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "logits_processors": ["pipeline.engines.vllm.sampling:Draws"],
+            "kv_transfer_config": KVTransferConfig(
                 kv_connector="PageConnector",
                 kv_connector_module_path="pipeline.engines.vllm.connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="fail",
                 kv_connector_extra_config={"exchange": self._exchange.id, "contract": encode_contract(self._contract)},
             ),
-        )
+        }
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        more = dict(checked("vLLM", settings.arguments, known, ours))
+        return EngineArgs(**ours | graphs(device, settings.role) | more)
+
+
+def graphs(device: str, role: str) -> dict[str, Any]:
+    """Fields of EngineArgs: on a GPU a step in which every request decodes is replayed as one CUDA graph.
+
+    Without a compiler (mode 0): a start takes seconds longer, not minutes, and the kernels are those of the eager mode.
+    A worker that only prefills has no such step. Our connector works between steps and needs nothing from within one.
+    """
+    if device != "cuda" or role == "prefill":
+        return {"enforce_eager": True}
+    return {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 
 def _free_bytes() -> int:

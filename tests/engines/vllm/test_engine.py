@@ -274,3 +274,26 @@ def test_without_vllm_the_import_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match="'vllm' is not installed in this environment"):
         load("vllm", Path("nowhere"), settings(8))
+
+
+@pytest.mark.parametrize(
+    ("device", "role", "eager"), [("cpu", "both", True), ("cuda", "prefill", True), ("cuda", "both", False)]
+)
+def test_decode_steps_of_a_gpu_are_graphs(device: str, role: str, eager: bool) -> None:
+    from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    from pipeline.engines.vllm.engine import graphs
+
+    fields = graphs(device, role)
+    assert fields["enforce_eager"] is eager
+    if not eager:
+        config = CompilationConfig(**fields["compilation_config"])
+        assert (config.mode, config.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+
+
+@own_engine
+def test_arguments_that_vllm_lacks_or_that_are_ours_are_refused(start: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="this vLLM has no argument 'max_model_length'"):
+        start(settings(8, arguments={"max_model_length": 5}))
+    with pytest.raises(ConfigError, match="'block_size' is set by Crossfill"):
+        start(settings(8, arguments={"block_size": 16}))

@@ -1,0 +1,40 @@
+"""A chat on one GPU: what each turn costs, and the second turn of a long one, whose beginning both engines hold.
+
+    python -m ops.gpu.turns MODEL RESULT.json --engines vllm,mlx [--at RUN.json] [--turns 10] [--held 2800]
+
+`bench/turns.py` against a system on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench import report, turns
+from ops.gpu import system
+
+
+def main() -> None:
+    parser = system.arguments(__doc__)
+    for name, value in {"turns": 10, "first": 600, "more": 96, "answer": 16, "held": 2800, "rounds": 15}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    a, b = options.engines.split(",")
+    with system.opened(options) as running:
+        second = turns.Second(running.http, tokenizer, options)
+        second.warm()
+        second.round()
+        found = turns.talks(running.http, tokenizer, options)
+        later = turns.seconds([second.round() for _ in range(options.rounds)], a, b)
+    result: dict[str, Any] = {"question": "cost of a turn, on one GPU", "rows": found, "second": later}
+    for row in later:
+        print(json.dumps(row), flush=True)
+    system.save(options, result | {"targets": report.rows(turns.targets(later))})
+
+
+if __name__ == "__main__":
+    main()
