@@ -11,15 +11,16 @@ _LIMITS = {
     ("api", "does nothing"): "this machine: one send, one wake and one pass of the event loop",
     ("api", "a streamed token"): "sends and wakes of the floor, and as much again for the message, text and chunk",
     ("gpu-stream", ""): "CPU per byte of three processes where plain TCP has two; one core of Python on each side",
+    ("links", "light: "): f"{CPU}, of which a handoff takes some beside the wire",
     ("links", "prompt new"): f"{CPU}: sending takes them from computing",
     ("links", "prompt held"): f"{CPU}; D computes the last token when the last page is in",
-    ("links", "second turn"): "the scatter of a prefill of a second on shared cores is several times the 25 ms",
+    ("load", "P computes, of D's own"): "P: its prompts alone take longer than D's tokens",
     ("load", "per CPU second"): "what D does for imports and for each token",
     ("load", ""): CPU,
-    ("load-16", ""): "one wave of prompts on a machine with twelve other processes: D waits for the first of them",
     ("stream", "plain TCP"): f"{CPU}: a copy by each of three processes, a digest by two",
     ("stream", "xoscar"): "as above; xoscar has no third process between its two",
     ("ttft", ""): "the scatter of CPU prefill on shared cores; on a GPU see the table below",
+    ("turns", "light, "): f"{CPU}: each step of a handoff waits for one of them",
     ("turns", ""): "the scatter of a prefill of a second on shared cores is several times the 25 ms",
 }
 

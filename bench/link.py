@@ -65,13 +65,14 @@ def shaped(bytes_per_s: float, number: int = 0) -> Iterator[Link]:
     _sweep()
     name = f"{NAME}{os.getpid()}-{number}"
     link = Link(name, f"198.18.{third}.{fourth + 1}", f"198.18.{third}.{fourth + 2}", unique)
-    _run("ip", "netns", "add", link.namespace)
     try:
+        _run("ip", "netns", "add", link.namespace)
         _connect(link)
         link.reshape(bytes_per_s)
         yield link
     finally:
-        _run("ip", "netns", "del", link.namespace)  # takes both ends along
+        for command in (("link", "del", f"bn{unique}"), ("netns", "del", link.namespace)):  # either end takes the other
+            subprocess.run(["ip", *command], capture_output=True, check=False)  # less is there after half a start
 
 
 def missing() -> str:

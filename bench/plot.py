@@ -61,11 +61,11 @@ def codec(results: Results) -> Figure | None:
 def links(results: Results) -> Figure | None:
     if "links" not in results:
         return None
-    figure, parts = _parted(results["links"]["rows"], "link", height=3.2)
+    figure, parts = _parted(results["links"]["rows"], "link", height=4.2)
     for axes, here in parts:
-        labels = [f"{row['prompt_tokens']} {row['route']}\n{row['case']}" for row in here]
+        labels = [f"{row['model']}\n{row['route']}\n{row['case']}" for row in here]
         places = range(len(here))
-        axes.barh(places, [row["ttft_ms"] / row["target_ms"] for row in here], color=BLUE)
+        axes.barh(places, [row["of_bound"] for row in here], color=BLUE)
         axes.axvline(1, color=RED, linewidth=1, linestyle="--")
         axes.set_yticks(places, labels, fontsize=7)
         axes.invert_yaxis()
@@ -78,7 +78,7 @@ def load(results: Results) -> Figure | None:
         return None
     rows = [row for row in results["load"]["rows"] if "of_cached" in row]
     figure, (rates, waits) = _figure(2, height=2.8)
-    for colour, case in zip((BLUE, ORANGE, GREY), dict.fromkeys(row["case"] for row in rows), strict=False):
+    for colour, case in zip(COLOURS, dict.fromkeys(row["case"] for row in rows), strict=False):
         here = sorted((row for row in rows if row["case"] == case), key=lambda row: int(row["clients"]))
         clients = [str(row["clients"]) for row in here]
         rates.plot(clients, [row["tokens_per_s"] for row in here], marker="o", color=colour, label=case)

@@ -17,30 +17,33 @@ def targets(results: Results) -> str:
     lines = _head("bench", "what", "measured", "target", "reached", "what limits it")
     for name, result in results.items():
         for row in result.get("targets", ()):
-            verdict, why = ("yes", "") if row["reached"] else ("**no**", limit.of(name, row["what"]))
-            lines.append(_row(name, row["what"], f"{row['measured']:.3g} {row['unit']}", row["target"], verdict, why))
+            why = "" if row["reached"] else limit.of(name, row["what"])
+            measured, verdict = f"{row['measured']:.3g} {row['unit']}", _verdict(row["reached"])
+            lines.append(_row(name, row["what"], measured, row["target"], verdict, why))
     return "\n".join(lines) + "\n"
 
 
 def crossed(results: Results) -> str:
     """TTFT over slow links."""
-    lines = _head("link", "prompt", "route", "case", "MB", "P alone", "wire", "TTFT", "bound, ms", "reached")
+    lines = _head(
+        "model", "link", "route", "case", "prompts", "MB", "P alone", "wire", "TTFT", "bound, ms", "of it", "reached"
+    )
     for row in results.get("links", {}).get("rows", ()):
         times = (f"{row[what]:.0f}" for what in ("prefill_ms", "wire_ms", "ttft_ms", "target_ms"))
-        verdict = "yes" if row["reached"] else "**no**"
-        what = (row["link"], row["prompt_tokens"], row["route"], row["case"], f"{row['megabytes']:.1f}")
-        lines.append(_row(*what, *times, verdict))
+        what = (row["model"], row["link"], row["route"], row["case"], row["samples"], f"{row['megabytes']:.1f}")
+        lines.append(_row(*what, *times, f"{row['of_bound']:.2f}", _verdict(row["reached"])))
     return "\n".join(lines) + "\n"
 
 
 def second(results: Results) -> str:
-    """Second turns of a chat, on the loopback and on slow links."""
-    lines = _head("link", "route", "held", "pages", "wire, ms", "P alone, ms", "TTFT, ms", "added, ms", "of P alone")
-    rows = [{"link": "loopback", "wire_ms": 0.0, **row} for row in results.get("turns", {}).get("second", ())]
-    for row in rows + results.get("links", {}).get("turns", []):
-        times = (f"{row[what]:.0f}" for what in ("wire_ms", "prefill_alone_ms", "ttft_ms", "added_ms"))
-        share = f"{100 * (row['added_ms'] - row['wire_ms']) / row['prefill_alone_ms']:+.1f} %"
-        lines.append(_row(row["link"], row["route"], row["held_tokens"], row["pages"], *times, share))
+    """Second turns of a chat."""
+    lines = _head(
+        "model", "link", "route", "turns", "held", "pages", "P alone, ms", "TTFT, ms", "added", "of it wire", "reached"
+    )
+    for row in results.get("turns", {}).get("second", ()):
+        times = (f"{row[what]:.0f}" for what in ("prefill_alone_ms", "ttft_ms", "added_ms", "wire_ms"))
+        what = (row["model"], row["link"], row["route"], row["samples"], row["held_tokens"], row["pages"])
+        lines.append(_row(*what, *times, _verdict(row["reached"])))
     return "\n".join(lines) + "\n"
 
 
@@ -56,15 +59,11 @@ def memory(results: Results) -> str:
 def loads(results: Results) -> str:
     """Tokens per second and D's CPU for each."""
     lines = _head(
-        "run", "clients", "case", "tokens/s", "of D cached", "of its own server", "of the slower", "CPU of D, ms/token"
+        "clients", "case", "requests", "tokens/s", "of D's own server", "of D cached", "of the slower", "of D's CPU"
     )
-    for name, result in results.items():
-        for row in result["rows"] if name.startswith("load") else ():
-            told = (
-                f"{row[share]:.2f}" if share in row else "" for share in ("of_cached", "of_cpu", "of_own", "of_limit")
-            )
-            cpu = f"{row['d_cpu_ms_per_token']:.0f}" if "d_cpu_ms_per_token" in row and "of_cached" in row else ""
-            lines.append(_row(name, row["clients"], row["case"], f"{row['tokens_per_s']:.1f}", *told, cpu))
+    for row in results.get("load", {}).get("rows", ()):
+        told = (f"{row[share]:.2f}" if share in row else "" for share in ("of_own", "of_cached", "of_limit", "of_cpu"))
+        lines.append(_row(row["clients"], row["case"], row["requests"], f"{row['tokens_per_s']:.1f}", *told))
     return "\n".join(lines) + "\n"
 
 
@@ -87,8 +86,8 @@ def on_gpu(results: Results) -> str:
             alone = row["prefill_alone_ms"]
             target = Target("", row["added_ms"], ttft.SHARE * alone + ttft.FIXED_MS, "ms")
             times = (f"{value:.1f}" for value in (alone, row["ttft_ms"], row["added_ms"]))
-            verdict = "yes" if target.reached else "**no**"
-            lines.append(_row(name, row["route"], row["prompt_tokens"], *times, f"<= {target.bound:.1f}", verdict))
+            bound, verdict = f"<= {target.bound:.1f}", _verdict(target.reached)
+            lines.append(_row(name, row["route"], row["prompt_tokens"], *times, bound, verdict))
     return "\n".join(lines) + "\n"
 
 
@@ -118,6 +117,10 @@ def gpu_runs(results: Results) -> Iterator[tuple[str, list[Result]]]:
     for name, result in results.items():
         if name.startswith("gpu-ttft-") and not name.endswith("-earlier") and result.get("rows"):
             yield name.removeprefix("gpu-ttft-"), sorted(result["rows"], key=lambda row: row["prompt_tokens"])
+
+
+def _verdict(reached: bool) -> str:
+    return "yes" if reached else "**no**"
 
 
 def _head(*names: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,6 @@ from pipeline.errors import UnsupportedModelError
 from pipeline.sample import corpus, directory, weight
 
 VOCAB = 1024
-HIDDEN = 128
-INTERMEDIATE = 256
-HEADS = 4
-KV_HEADS = 2
 CONTEXT = 8192
 ROPE_THETA = 100_000.0
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
@@ -47,10 +43,21 @@ _ARCH_FIELDS: Mapping[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Arch:
-    architecture: str
+class Dims:
+    """What decides how much a model computes, and how large its KV is."""
+
     layers: int
     head_dim: int
+    hidden: int = 128
+    intermediate: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Arch:
+    architecture: str
+    dims: Dims
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -58,9 +65,9 @@ class _Arch:
 
 
 ARCHS = {
-    "llama": _Arch("LlamaForCausalLM", layers=2, head_dim=32, tied=False, eps=1e-5),
-    "qwen2": _Arch("Qwen2ForCausalLM", layers=3, head_dim=32, tied=True, qkv_bias=True),
-    "qwen3": _Arch("Qwen3ForCausalLM", layers=4, head_dim=64, tied=True, qk_norm=True),
+    "llama": _Arch("LlamaForCausalLM", Dims(layers=2, head_dim=32), tied=False, eps=1e-5),
+    "qwen2": _Arch("Qwen2ForCausalLM", Dims(layers=3, head_dim=32), tied=True, qkv_bias=True),
+    "qwen3": _Arch("Qwen3ForCausalLM", Dims(layers=4, head_dim=64), tied=True, qk_norm=True),
 }
 
 
@@ -70,25 +77,28 @@ def write(
     *,
     seed: int = 0,
     layers: int | None = None,
+    dims: Dims | None = None,
     rope_scaling: dict[str, Any] | None = None,
     context_length: int = CONTEXT,
 ) -> Path:
     """Write a checkpoint of `arch` (qwen2 | qwen3 | llama) to `target`, replacing one that is there; return `target`.
 
+    `layers` and `dims` stand for the architecture's own where they are given, `layers` above both.
     `rope_scaling` is written as it is, for example `{"rope_type": "linear", "factor": 2.0}`.
     Raises UnsupportedModelError for another arch and ConfigError when `target` is no checkpoint directory.
     """
     if arch not in ARCHS:
         raise UnsupportedModelError("arch", arch, f"choose one of {', '.join(ARCHS)}")
     spec = ARCHS[arch]
-    depth = layers or spec.layers
+    chosen = dims or spec.dims
+    chosen = replace(chosen, layers=layers or chosen.layers)
     with directory.replace(target) as fresh:
-        config = _config(arch, spec, depth, context_length) | _rope(rope_scaling)
+        config = _config(arch, spec, chosen, context_length) | _rope(rope_scaling)
         directory.write_json(fresh / "config.json", config)
         directory.write_json(fresh / "generation_config.json", _token_ids() | {"do_sample": False})
         directory.write_json(fresh / "tokenizer_config.json", tokenizer_config(context_length))
         tokenizer().save(str(fresh / "tokenizer.json"))
-        tensors = {name: _tensor(seed, name, shape) for name, shape in _shapes(spec, depth)}
+        tensors = {name: _tensor(seed, name, shape) for name, shape in _shapes(spec, chosen)}
         weight.save(tensors, fresh / "model.safetensors")
     return target
 
@@ -125,17 +135,17 @@ def _token_ids() -> dict[str, int]:
     return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _config(arch: str, spec: _Arch, layers: int, context_length: int) -> dict[str, Any]:
+def _config(arch: str, spec: _Arch, dims: Dims, context_length: int) -> dict[str, Any]:
     return _token_ids() | {
         "architectures": [spec.architecture],
         "model_type": arch,
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": spec.head_dim,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_hidden_layers": dims.layers,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": context_length,
         "rms_norm_eps": spec.eps,
@@ -154,31 +164,32 @@ def _rope(scaling: dict[str, Any] | None) -> dict[str, Any]:
     return {"rope_theta": ROPE_THETA, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
-def _shapes(spec: _Arch, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
-    yield "model.norm.weight", (HIDDEN,)
+def _shapes(spec: _Arch, dims: Dims) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (VOCAB, dims.hidden)
+    yield "model.norm.weight", (dims.hidden,)
     if not spec.tied:
-        yield "lm_head.weight", (VOCAB, HIDDEN)
-    for layer in range(layers):
-        for name, shape in _layer_shapes(spec):
+        yield "lm_head.weight", (VOCAB, dims.hidden)
+    for layer in range(dims.layers):
+        for name, shape in _layer_shapes(spec, dims):
             yield f"model.layers.{layer}.{name}", shape
 
 
-def _layer_shapes(spec: _Arch) -> Iterator[tuple[str, tuple[int, ...]]]:
-    widths = {"q": HEADS * spec.head_dim, "k": KV_HEADS * spec.head_dim, "v": KV_HEADS * spec.head_dim}
-    yield "input_layernorm.weight", (HIDDEN,)
-    yield "post_attention_layernorm.weight", (HIDDEN,)
+def _layer_shapes(spec: _Arch, dims: Dims) -> Iterator[tuple[str, tuple[int, ...]]]:
+    kv_width = dims.kv_heads * dims.head_dim
+    widths = {"q": dims.heads * dims.head_dim, "k": kv_width, "v": kv_width}
+    yield "input_layernorm.weight", (dims.hidden,)
+    yield "post_attention_layernorm.weight", (dims.hidden,)
     for part, width in widths.items():
-        yield f"self_attn.{part}_proj.weight", (width, HIDDEN)
+        yield f"self_attn.{part}_proj.weight", (width, dims.hidden)
         if spec.qkv_bias:
             yield f"self_attn.{part}_proj.bias", (width,)
     if spec.qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
-    yield "self_attn.o_proj.weight", (HIDDEN, widths["q"])
-    yield "mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
-    yield "mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
-    yield "mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+        yield "self_attn.q_norm.weight", (dims.head_dim,)
+        yield "self_attn.k_norm.weight", (dims.head_dim,)
+    yield "self_attn.o_proj.weight", (dims.hidden, widths["q"])
+    yield "mlp.gate_proj.weight", (dims.intermediate, dims.hidden)
+    yield "mlp.up_proj.weight", (dims.intermediate, dims.hidden)
+    yield "mlp.down_proj.weight", (dims.hidden, dims.intermediate)
 
 
 def _tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float16]:

@@ -11,6 +11,7 @@ from bench import load
 from bench.client import Sample
 from bench.load import Bounds, Run
 from pipeline.cli.fleet import Fleet
+from tests.bench.conftest import TINY
 
 MODEL = Path("models/smollm2-135m/tokenizer.json")
 
@@ -31,7 +32,7 @@ def test_rates_and_percentiles() -> None:
 
 
 def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
-    rate = {load.HANDOFF: 40.0, load.PREFILL: 5.0, load.UNCACHED: 20.0, load.CACHED: 100.0}
+    rate = {load.PREFILL: 5.0, load.HELD: 95.0, load.CACHED: 100.0, load.UNCACHED: 20.0, load.HANDOFF: 40.0}
     runs = {case: {"clients": 16, "tokens_per_s": each, "d_cpu_ms_per_token": 8.0} for case, each in rate.items()}
     runs[load.HANDOFF]["d_cpu_ms_per_token"] = 10.0
     rows = {row["case"]: row for row in load.compare(runs, answer=10)}
@@ -39,12 +40,18 @@ def test_shares_of_what_d_alone_and_p_alone_can_give() -> None:
     assert rows[load.HANDOFF]["of_limit"] == 0.8  # P lets 5 requests of 10 tokens through
     assert "of_cached" not in rows[load.PREFILL]
     found = load.targets(list(rows.values()))
-    assert [(target.measured, target.reached) for target in found] == [(0.4, False), (0.8, False), (0.8, False)]
+    # P holds all: of D cached, of D's CPU; P computes: of the slower, of D's CPU
+    assert [(target.measured, target.reached) for target in found] == [
+        (0.95, True),
+        (1.0, True),
+        (0.8, False),
+        (0.8, False),
+    ]
     assert load.targets([row | {"clients": 4} for row in rows.values()]) == []
     runs[load.OWN] = {"clients": 16, "tokens_per_s": 50.0, "d_cpu_ms_per_token": 8.0}
     rows = {row["case"]: row for row in load.compare(runs, answer=10)}
     assert rows[load.HANDOFF]["of_own"] == 0.8
-    assert [target.measured for target in load.targets(list(rows.values()))] == [0.8, 0.4, 0.8, 0.8]
+    assert [target.measured for target in load.targets(list(rows.values()))] == [1.9, 0.95, 1.0, 0.8, 0.8, 0.8]
 
 
 def test_one_answer_is_every_percentile() -> None:
@@ -65,9 +72,9 @@ def test_prompts_are_seeded_and_every_second_one_shares_a_prefix() -> None:
 
 @pytest.mark.processes
 def test_a_small_system_under_load(small: Fleet) -> None:
-    words = "--engines reference,mlx --model models/tiny-llama --clients 2 --requests 3 --prompts 70,140 --answer 4"
-    found = load.Bench(small, None, load.parse([*words.split(), "--rounds", "1", "--uncached", "yes"])).sweep()
+    words = "--engines reference,mlx --clients 2 --requests 3 --prompts 70,140 --answer 4 --uncached yes"
+    found = load.Bench(small, None, TINY, load.parse(words.split())).sweep(end_s=0)
     rows = {row["case"]: row for row in found}
-    assert list(rows) == [load.HANDOFF, load.CACHED, load.PREFILL, load.UNCACHED]
-    assert {row["requests"] for row in rows.values()} == {load.FEWEST}
+    assert list(rows) == [load.PREFILL, load.HELD, load.CACHED, load.HANDOFF, load.UNCACHED]
+    assert {row["requests"] for row in rows.values()} == {3}
     assert all(row["tokens_per_s"] > 0 and row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 for row in rows.values())

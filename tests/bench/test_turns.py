@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from bench import turns
 from bench.client import Sample
+from bench.turns import Asker
 from pipeline.cli.fleet import Fleet
+from tests.bench.conftest import TINY
 
 
 def _talk(route: str, *ttfts: float) -> list[Sample]:
@@ -42,19 +46,28 @@ def _round(alone: float, handed: float, held: int = 2752, moved: int = 3000) -> 
     }
 
 
-def test_second_turns_are_medians_over_the_rounds() -> None:
-    there, back = turns.seconds([_round(100.0, 134.0), _round(900.0, 900.0), _round(101.0, 136.0)], "a", "b")
+def test_second_turns_are_differences_within_a_round() -> None:
+    there, back = turns.seconds([_round(100.0, 134.0), _round(900.0, 901.0), _round(101.0, 137.0)], "a", "b")
     assert (there["route"], there["prefill_alone_ms"], there["step_ms"], there["ttft_ms"]) == (
         "a->b",
         101.0,
         10.0,
-        136.0,
+        137.0,
     )
-    assert there["added_ms"] == 25.0
+    assert there["added_ms"] == 24.0  # the median of 34, 1 and 36, less one step
     assert back["added_ms"] == 43.0
-    assert (there["held_tokens"], there["pages"], there["bytes"], there["rounds"]) == (2752, 3, 3000, 3)
-    found = turns.targets([there, back])
-    assert [(target.measured, target.reached) for target in found] == [(25.0, True), (43.0, False)]
+    assert (there["held_tokens"], there["pages"], there["bytes"], there["samples"]) == (2752, 3, 3000, 3)
+    found = turns.targets([{"model": "m", "link": "loopback", **row} for row in (there, back)])
+    assert [(target.measured, target.reached) for target in found] == [(24.0, True), (43.0, False)]
+
+
+def test_the_wire_time_of_the_tail_comes_on_top() -> None:
+    late, _ = turns.seconds([_round(100.0, 146.0)], "a", "b", rate=300_000)
+    assert (late["wire_ms"], late["target_ms"], late["added_ms"], late["reached"]) == (10.0, 35.0, 36.0, False)
+    early, _ = turns.seconds([_round(100.0, 145.0)], "a", "b", rate=300_000)
+    assert early["reached"]
+    (target,) = turns.targets([{"model": "m", "link": "slow", **late}])
+    assert (target.measured, target.bound) == (26.0, 25.0)
 
 
 def test_a_round_that_held_less_shows() -> None:
@@ -64,12 +77,17 @@ def test_a_round_that_held_less_shows() -> None:
 
 @pytest.mark.processes
 def test_a_small_system_talks(small: Fleet) -> None:
-    words = "--engines reference,mlx --model models/tiny-llama --turns 2 --first 70 --more 20 --answer 4 --held 130"
-    result = turns.measure(small, turns.parse([*words.split(), "--rounds", "2"]))
-    assert [(row["route"], row["turn"]) for row in result["rows"]] == [
+    words = "--engines reference,mlx --turns 2 --first 70 --more 20 --answer 4 --fewest 2"
+    options = turns.parse(words.split())
+    with httpx.Client(base_url=small.url, timeout=600) as client:
+        asker = Asker(client, TINY.name, Tokenizer.from_file(str(TINY / "tokenizer.json")))
+        talked = turns.talks(asker, options)
+        later = turns.over_links(turns.Second(asker, options, held=130), options, None, {}, end_s=0)
+    assert [(row["route"], row["turn"]) for row in talked] == [
         (route, turn) for route in ("reference->mlx", "mlx->reference") for turn in (1, 2)
     ]
-    assert [row["held_tokens"] for row in result["rows"]] == [0, 64, 0, 64]
+    assert [row["held_tokens"] for row in talked] == [0, 64, 0, 64]
     # 130 + 20 tokens, of which the last is not transferred; the first two pages are there
-    assert [(row["held_tokens"], row["pages"], row["rounds"]) for row in result["second"]] == [(128, 1, 2)] * 2
-    assert len(result["targets"]) == 2
+    assert [(row["link"], row["held_tokens"], row["pages"], row["samples"]) for row in later] == [
+        ("loopback", 128, 1, 2)
+    ] * 2

@@ -46,6 +46,19 @@ def test_more_layers_leave_the_first_ones_alone(written: dict[str, Path], tmp_pa
     assert len(deep) - len(shallow) == 3 * 9
 
 
+def test_chosen_dimensions_stand_in_config_and_weights(tmp_path: Path) -> None:
+    made = tiny.write("llama", tmp_path / "m", dims=tiny.Dims(2, 64, hidden=96, intermediate=32, heads=3, kv_heads=1))
+    config = json.loads((made / "config.json").read_text())
+    names = ("num_hidden_layers", "head_dim", "hidden_size", "intermediate_size")
+    assert [config[name] for name in names] == [2, 64, 96, 32]
+    assert [config["num_attention_heads"], config["num_key_value_heads"]] == [3, 1]
+    shapes = {name: values.shape for name, values in load_file(made / "model.safetensors").items()}
+    layer = "model.layers.1.self_attn"
+    assert [shapes[f"{layer}.{part}_proj.weight"] for part in "qkvo"] == [(192, 96), (64, 96), (64, 96), (96, 192)]
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == (96, 32)
+    assert len(shapes) == 3 + 2 * 9
+
+
 @pytest.mark.parametrize("arch", list(tiny.ARCHS))
 def test_weights_have_the_stated_spread(written: dict[str, Path], arch: str) -> None:
     for name, values in load_file(written[arch] / "model.safetensors").items():
