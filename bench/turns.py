@@ -74,11 +74,15 @@ class Chat:
 
 
 class Asker(NamedTuple):
-    """A running system and what its model's name and words are."""
+    """A running system, its model's name and words."""
 
     client: httpx.Client
     model: str
     tokenizer: Tokenizer
+
+    @staticmethod
+    def of(client: httpx.Client, model: Path) -> Asker:
+        return Asker(client, model.name, Tokenizer.from_file(str(model / "tokenizer.json")))
 
     def ask(self, ids: list[int], route: str, answer: int, salt: str) -> Sample:
         return stream(self.client, self.model, ids, route, answer, salt)
@@ -198,7 +202,7 @@ def asking(model: Path, options: argparse.Namespace, made: Link | None = None) -
         fleet(model, options.engines.split(","), Path(directory), 64, made) as system,
         httpx.Client(base_url=system.url, timeout=600) as client,
     ):
-        yield Asker(client, model.name, Tokenizer.from_file(str(model / "tokenizer.json")))
+        yield Asker.of(client, model)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokenizers import Tokenizer
-
 from bench import link, links, report, turns
 from bench.client import Sample
 from bench.server import server
@@ -78,31 +76,34 @@ def _drain(listener: socket.socket) -> float:
 
 def crossed(running: system.System, pacer: Pacer, rates: dict[str, float], options: argparse.Namespace) -> list[Any]:
     a, b = options.engines.split(",")
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    asker = turns.Asker.of(running.http, options.model)
     visits: dict[tuple[str, int, str, str], list[links.Visit]] = {}
     cases = list(product(rates, (int(n) for n in options.lengths.split(",")), ((a, b), (b, a))))
     for trial in range(options.samples + 1):
         for name, length, (p, d) in cases:
             pacer.rate = link.SHAPED[name]
-            ids = prompt(tokenizer, 100 * options.seed + trial, length)
-            taken = links.visit(running.http, options.model.name, ids, p, d)
+            ids = prompt(asker.tokenizer, 100 * options.seed + trial, length)
+            taken = links.visit(asker, ids, p, d, trial)
             if trial:  # the first of each length compiles
                 visits.setdefault((name, length, p, d), []).append(taken)
-    return [row for (name, *_), each in visits.items() for row in links.rows(name, rates[name], each)]
+    model = {"model": options.model.name}
+    return [model | row for (name, *_), each in visits.items() for row in links.rows(name, rates[name], each)]
 
 
 def later(running: system.System, pacer: Pacer, rates: dict[str, float], options: argparse.Namespace) -> list[Any]:
     a, b = options.engines.split(",")
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    second = turns.Second(running.http, tokenizer, options)
+    second = turns.Second(turns.Asker.of(running.http, options.model), options, options.held)
     second.warm()
-    second.round()
     taken: dict[str, list[dict[str, Sample]]] = {name: [] for name in rates}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         for name, found in taken.items():
             pacer.rate = link.SHAPED[name]
-            found.append(second.round())
-    return [row for name, found in taken.items() for row in links.talked(name, rates[name], turns.seconds(found, a, b))]
+            found.append(second.round(number))
+    return [
+        {"model": options.model.name, "link": name} | row
+        for name, found in taken.items()
+        for row in turns.seconds(found, a, b, rates[name])
+    ]
 
 
 def main() -> None:
@@ -122,7 +123,7 @@ def main() -> None:
     for row in rows + talked:
         print(json.dumps(row), flush=True)
     found = {"question": "what a slow link adds, on one GPU", "tcp_bytes_per_s": rates, "rows": rows, "turns": talked}
-    system.save(options, found | {"targets": report.rows(links.targets(rows, talked))})
+    system.save(options, found | {"targets": report.rows(links.targets(rows) + turns.targets(talked))})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from bench import report, turns
 from ops.gpu import system
 
@@ -22,14 +20,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     a, b = options.engines.split(",")
     with system.opened(options) as running:
-        second = turns.Second(running.http, tokenizer, options)
+        asker = turns.Asker.of(running.http, options.model)
+        second = turns.Second(asker, options, options.held)
         second.warm()
-        second.round()
-        found = turns.talks(running.http, tokenizer, options)
-        later = turns.seconds([second.round() for _ in range(options.rounds)], a, b)
+        found = turns.talks(asker, options)
+        taken = [second.round(number) for number in range(options.rounds)]
+    here = {"model": options.model.name, "link": turns.LOOPBACK}
+    later = [here | row for row in turns.seconds(taken, a, b)]
     result: dict[str, Any] = {"question": "cost of a turn, on one GPU", "rows": found, "second": later}
     for row in later:
         print(json.dumps(row), flush=True)

@@ -89,7 +89,7 @@ def test_second_turns_in_one_table() -> None:
     row = {"model": "m", "link": "slow", "route": "a->b", "samples": 9, "held_tokens": 128, "pages": 1}
     times = {"prefill_alone_ms": 200.0, "ttft_ms": 260.0, "added_ms": 50.0, "wire_ms": 30.0, "reached": True}
     *_, line = tables.second({"turns": {"second": [row | times]}}).splitlines()
-    assert line == "| m | slow | a->b | 9 | 128 | 1 | 200 | 260 | 50 | 30 | yes |"
+    assert line == "| turns | m | slow | a->b | 9 | 128 | 1 | 200 | 260 | 50 | 30 | yes |"
 
 
 def test_a_table_without_results_has_its_head_alone() -> None:
@@ -99,11 +99,15 @@ def test_a_table_without_results_has_its_head_alone() -> None:
 def test_rows_of_links_load_and_memory() -> None:
     link = {"model": "m", "link": "slow", "route": "a->b", "case": "new", "samples": 5, "megabytes": 17.69}
     times = {"prefill_ms": 200.0, "wire_ms": 100.0, "ttft_ms": 230.0, "target_ms": 245.0}
-    assert "| m | slow | a->b | new | 5 | 17.7 | 200 | 100 | 230 | 245 | 1.02 | **no** |" in tables.crossed(
+    assert "| links | m | slow | a->b | new | 5 | 17.7 | 200 | 100 | 230 | 245 | 1.02 | **no** |" in tables.crossed(
         {"links": {"rows": [link | times | {"of_bound": 1.021, "reached": False}]}}
     )
     load = {"clients": 16, "case": "handoff", "requests": 64, "tokens_per_s": 5.0, "of_cached": 0.5, "of_limit": 0.9}
-    assert "| 16 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |" in tables.loads({"load": {"rows": [load]}})
+    there = {"gpu-load-mlx-vllm": {"rows": [load | {"clients": 64}]}, "load": {"rows": [load]}}
+    assert tables.loads(there).splitlines()[2:] == [
+        "| load | 16 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |",
+        "| gpu-load-mlx-vllm | 64 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |",
+    ]
     names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
     peaks = {f"{name}_mib": float(at) for at, name in enumerate(names)}
     assert "| mlx | 0 | 1 | 2 | 3 | 4 | 5 |" in tables.memory({"memory": {"rows": [peaks | {"engine": "mlx"}]}})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from bench import turns
 from bench.client import Sample
@@ -80,7 +79,7 @@ def test_a_small_system_talks(small: Fleet) -> None:
     words = "--engines reference,mlx --turns 2 --first 70 --more 20 --answer 4 --fewest 2"
     options = turns.parse(words.split())
     with httpx.Client(base_url=small.url, timeout=600) as client:
-        asker = Asker(client, TINY.name, Tokenizer.from_file(str(TINY / "tokenizer.json")))
+        asker = Asker.of(client, TINY)
         talked = turns.talks(asker, options)
         later = turns.over_links(turns.Second(asker, options, held=130), options, None, {}, end_s=0)
     assert [(row["route"], row["turn"]) for row in talked] == [
