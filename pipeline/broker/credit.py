@@ -55,7 +55,12 @@ def lease_ms(settings: BrokerSettings) -> int:
 
 def entry_id(attempts: Attempts, sequence: int) -> str:
     """Stream id of a frame: explicit, so that writing it twice stores it once."""
-    return f"{attempts.prefill << 16 | attempts.decode}-{sequence}"
+    return f"{entry_prefix(attempts)}{sequence}"
+
+
+def entry_prefix(attempts: Attempts) -> str:
+    """What the entry ids of all frames under these attempts begin with."""
+    return f"{attempts.prefill << 16 | attempts.decode}-"
 
 
 def repeated(client: Redis, call: Callable[[], T]) -> T:
@@ -115,7 +120,9 @@ class Credit:
         self._ttl_ms = int(settings.handoff_ttl_s * 1000)
         self._pair = str(attempts)
         self._payload_prefix = self.names.payload_prefix + self._pair
-        common = _arguments(handoff_id, lease_ms(settings))
+        self._entry_prefix = entry_prefix(attempts)
+        self._lease_ms = lease_ms(settings)
+        common = _arguments(handoff_id, self._lease_ms)
         self._scripts = {
             name: _call(client, name, [*_BUDGET_KEYS, *more_keys], common) for name, more_keys in _SCRIPTS.items()
         }
@@ -152,7 +159,7 @@ class Credit:
 
     def returning(self, sequences: Sequence[int]) -> bytes:
         """The command of `give_back`."""
-        each = [(self._field(sequence), entry_id(self.attempts, sequence)) for sequence in sequences]
+        each = [(self._field(sequence), f"{self._entry_prefix}{sequence}") for sequence in sequences]
         return self._script("imported", [word for words in each for word in words])
 
     def fetch(self, sequence: int, target: memoryview) -> memoryview:
@@ -198,9 +205,14 @@ class Credit:
         args: list[Word] = [self._pair, self._ttl_ms]
         for sequence, header, payload, anywhere in frames:
             if payload:
-                parts += store(self.payload_key(sequence), payload, lease_ms(self._settings))
-            entry = entry_id(self.attempts, sequence)
-            args += [entry, header, len(payload), self._field(sequence), 0 if anywhere else 1]
+                parts += store(self.payload_key(sequence), payload, self._lease_ms)
+            args += [
+                f"{self._entry_prefix}{sequence}",
+                header,
+                len(payload),
+                self._field(sequence),
+                0 if anywhere else 1,
+            ]
         return [*parts, self._script("header", args)]
 
     def _sent(self, groups: Sequence[Sequence[Outgoing]], replies: list[Any]) -> Sent:

@@ -77,6 +77,7 @@ class Link:
         self._socket: socket.socket | None = None
         self._head = bytearray(_HEAD_BYTES)
         self._view = memoryview(self._head)
+        self._end = memoryview(bytearray(2))  # a line end that nobody looks at
         self._low = self._high = 0  # what of `_head` is not read yet
         self.due = 0  # replies that are still to be read
 
@@ -200,7 +201,7 @@ class Link:
 
     def _bulk(self, target: memoryview, size: int) -> memoryview:
         """`size` bytes and their line end: what is in the head first, the rest straight into `target`."""
-        parts = _behind([target[:size], memoryview(bytearray(2))], 0)
+        parts = _behind([target[:size], self._end], 0)
         while parts:
             got = self._take(parts[0]) or self._progress(self._receive, parts, socket.MSG_WAITALL)
             parts = _behind(parts, got)
@@ -212,10 +213,19 @@ class Link:
         self._low += count
         return count
 
+    def _string(self, size: int) -> bytes:
+        """A bulk string; most are in the head whole."""
+        end = self._low + size
+        if end + 2 > self._high:
+            return bytes(self._bulk(memoryview(bytearray(size)), size))
+        found = bytes(self._view[self._low : end])
+        self._low = end + 2
+        return found
+
     def _value(self) -> Any:
         kind, rest = self._line()
         if kind == b"$":
-            return None if rest == b"-1" else bytes(self._bulk(memoryview(bytearray(int(rest))), int(rest)))
+            return None if rest == b"-1" else self._string(int(rest))
         if kind in (b"*", b"~"):
             return None if rest == b"-1" else [self._value() for _ in range(int(rest))]
         if kind == b"%":  # RESP3 where RESP2 has pairs

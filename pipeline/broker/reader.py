@@ -19,7 +19,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline.broker.connect import translate
-from pipeline.broker.credit import GROUP_BYTES, Credit, entry_id
+from pipeline.broker.credit import GROUP_BYTES, Credit, entry_prefix
 from pipeline.broker.payload import SLICE_S
 from pipeline.broker.writer import ahead
 from pipeline.errors import DeadlineError, FrameError, PageMissingError, StaleAttemptError
@@ -173,7 +173,7 @@ class _Receiver:
         self._when_idle = when_idle
         self._backlog: deque[tuple[bytes, Header | FrameError]] = deque()  # (entry id, what is in it, unchecked)
         self._last = "0-0"
-        self._own = entry_id(frames.attempts, 0).encode()[:-1]  # up to the sequence
+        self._own = entry_prefix(frames.attempts).encode()
 
     def run(self) -> None:
         try:

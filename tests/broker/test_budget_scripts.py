@@ -100,6 +100,14 @@ class Lockstep(RuleBasedStateMachine):
         self.scripts[handoff].give_back([sequence])
         assert not self.client.exists(self.scripts[handoff].payload_key(sequence))
 
+    @rule(handoff=HANDOFFS, first=st.integers(0, 7), count=st.integers(2, 4))
+    def give_back_several(self, handoff: str, first: int, count: int) -> None:
+        """One step for several, one of them named twice, is as many steps for one."""
+        sequences = [*range(first, first + count), first]
+        for sequence in sequences:
+            self.model.release(handoff, str(sequence), NOW)
+        self.scripts[handoff].give_back(sequences)
+
     @rule(
         handoff=HANDOFFS, what=st.sampled_from(["close", "newer_attempt", "waiter_dies", "lease_ends", "beat", "reap"])
     )

@@ -58,7 +58,7 @@ def test_it_is_what_workers_require_and_is_gone_after_stop(tmp_path: Path, kind:
     with connect(url) as client:
         info = require_ready(client, BUDGET, 4096)
         assert (info.kind, info.maxmemory_bytes) == (kind, BUDGET + margin_bytes(BUDGET))
-        wanted = {"save": "", "appendonly": "no", "io-threads": "1", "bind": "127.0.0.1"}
+        wanted = {"save": "", "appendonly": "no", "io-threads": "1", "bind": "127.0.0.1", "latency-tracking": "no"}
         assert {name: client.config_get(name)[name] for name in wanted} == wanted
         assert client.info("server")["process_id"] == pid
     with pytest.raises(BrokerError, match="already running"):

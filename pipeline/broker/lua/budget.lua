@@ -25,8 +25,7 @@ local function leave_line(id)
   redis.call('ZREM', WAITER_LEASES, id)
 end
 local function stop_waiting(id)
-  leave_line(id)
-  redis.call('HDEL', WANTS, id)
+  if redis.call('HDEL', WANTS, id) == 1 then leave_line(id) end -- whoever is in the line has a wish
 end
 local function dead(id) return number(redis.call('ZSCORE', WAITER_LEASES, id)) <= now end
 local function head() return redis.call('ZRANGE', WAITERS, 0, 0)[1] end
@@ -40,7 +39,7 @@ end
 
 -- from the head of the line while bytes remain; the dead on the way are dropped
 local function wake_line()
-  local promised, at = total(), 0
+  local promised, at = nil, 0
   while true do
     local id = redis.call('ZRANGE', WAITERS, at, at)[1]
     if not id then return end
@@ -48,7 +47,7 @@ local function wake_line()
       stop_waiting(id)
     else
       local size, budget = string.match(redis.call('HGET', WANTS, id) or '0 0', '(%d+) (%d+)')
-      promised = promised + tonumber(size)
+      promised = (promised or total()) + tonumber(size)
       if promised > tonumber(budget) then return end
       wake(id)
       at = at + 1
@@ -56,19 +55,37 @@ local function wake_line()
   end
 end
 
--- HSETNX and HDEL answer whether this call did it: counted once however often a lost reply is asked again
-local function take(id, field, bytes)
-  if redis.call('HSETNX', of(id, CREDITS_OF), field, bytes) == 0 then return end
-  set_total(total() + bytes)
-  add_held(id, bytes)
+-- bytes of each of these credits, in order; false where there is none
+local function credited(id, fields) return redis.call('HMGET', of(id, CREDITS_OF), unpack(fields)) end
+
+-- new credits of `bytes` each
+local function take(id, fields, bytes)
+  local set = {}
+  for _, field in ipairs(fields) do
+    set[#set + 1] = field
+    set[#set + 1] = bytes
+  end
+  redis.call('HSET', of(id, CREDITS_OF), unpack(set))
+  set_total(total() + bytes * #fields)
+  add_held(id, bytes * #fields)
 end
-local function give(id, field)
-  local credits = of(id, CREDITS_OF)
-  local bytes = number(redis.call('HGET', credits, field))
-  if redis.call('HDEL', credits, field) == 0 then return false end
+
+-- those of these credits that are there go, counted once however often a lost reply is asked again; returns how many
+local function give(id, fields)
+  local bytes, there, named = 0, {}, {}
+  for at, held in ipairs(credited(id, fields)) do
+    local field = fields[at]
+    if held and not named[field] then
+      named[field] = true
+      bytes = bytes + tonumber(held)
+      there[#there + 1] = field
+    end
+  end
+  if #there == 0 then return 0 end
+  redis.call('HDEL', of(id, CREDITS_OF), unpack(there))
   set_total(total() - bytes)
   if add_held(id, -bytes) <= 0 then redis.call('ZREM', LEASES, id) else renew(id) end
-  return true
+  return #there
 end
 
 -- everything of a handoff goes. Its bytes are read from `held`, which has no TTL: the total stays right even when

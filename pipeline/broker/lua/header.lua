@@ -7,7 +7,7 @@
 -- returns {how many of the leading frames are there,
 --          "ok" (all) | "missing" (its payload is not there) | "gap" (the header before it is not there) | "gone" | "stale"}
 --@include budget
-local id, stream, credits = ARGV[1], of(ARGV[1], STREAM_OF), of(ARGV[1], CREDITS_OF)
+local id, stream, prefix = ARGV[1], of(ARGV[1], STREAM_OF), of(ARGV[1], PAYLOAD_OF)
 
 local function last_sequence(major)
   if redis.call('EXISTS', stream) == 0 then return -1 end
@@ -21,19 +21,21 @@ local function last_sequence(major)
 end
 local before = last_sequence(string.match(ARGV[11], '%d+'))
 
+local fields, credit_of = {}, {} -- bytes, or false
+for at = 11, #ARGV, 5 do fields[#fields + 1] = ARGV[at + 3] end
+for at, bytes in ipairs(credited(id, fields)) do credit_of[fields[at]] = bytes end
+
 -- SET cannot be fenced: a payload stored without a credit (a stale writer's, or sent again after its import) goes here
 local function drop_stray(at)
   local field = ARGV[at + 3]
-  if ARGV[at + 2] ~= '0' and redis.call('HEXISTS', credits, field) == 0 then
-    redis.call('UNLINK', of(id, PAYLOAD_OF) .. field)
-  end
+  if ARGV[at + 2] ~= '0' and not credit_of[field] then redis.call('UNLINK', prefix .. field) end
 end
 
 local function require_payload(field, bytes)
-  local held = number(redis.call('HGET', credits, field))
-  if redis.call('STRLEN', of(id, PAYLOAD_OF) .. field) ~= bytes or held == 0 then return 'missing' end
+  local held = number(credit_of[field])
+  if held == 0 or redis.call('STRLEN', prefix .. field) ~= bytes then return 'missing' end
   if bytes < held then
-    redis.call('HSET', credits, field, string.format('%.0f', bytes))
+    redis.call('HSET', of(id, CREDITS_OF), field, string.format('%.0f', bytes))
     set_total(total() - held + bytes)
     add_held(id, bytes - held)
     wake_line()

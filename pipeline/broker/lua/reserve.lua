@@ -8,45 +8,61 @@
 --          "granted" (all of them) | "wait" | "refused" (larger than the budget) | "gone" | "stale"}
 --@include budget
 local id, bytes, budget = ARGV[1], tonumber(ARGV[10]), tonumber(ARGV[11])
-local wish = ARGV[10] .. ' ' .. ARGV[11]
 local share = math.max(2 * bytes, math.floor(budget / tonumber(ARGV[12])))
-
-local function reserve(field)
-  if redis.call('HEXISTS', of(id, CREDITS_OF), field) == 1 then
-    renew(id)
-    return 'granted'
-  end
-  if bytes > budget then return 'refused' end
-  if number(redis.call('HGET', HELD, id)) + bytes > share then
-    leave_line(id)
-    redis.call('HSET', WANTS, id, wish)
-    return 'wait'
-  end
-  local first = head()
-  while first and dead(first) do
-    stop_waiting(first)
-    first = head()
-  end
-  if (first and first ~= id) or total() + bytes > budget then
-    if not redis.call('ZSCORE', WAITERS, id) then
-      redis.call('ZADD', WAITERS, redis.call('INCR', KEYS[7]), id)
-    end
-    redis.call('ZADD', WAITER_LEASES, now + WAITER_LEASE, id)
-    redis.call('HSET', WANTS, id, wish)
-    return 'wait'
-  end
-  take(id, field, bytes)
-  renew(id)
-  redis.call('PEXPIRE', of(id, CREDITS_OF), ARGV[13])
-  stop_waiting(id)
-  wake_line()
-  return 'granted'
-end
-
 local status = fenced(id, ARGV[9])
 if status ~= 'ok' then return {0, status} end
-for at = 14, #ARGV do
-  status = reserve(ARGV[at])
-  if status ~= 'granted' then return {at - 14, status} end
+
+local fields = {unpack(ARGV, 14)}
+local held, in_flight = number(redis.call('HGET', HELD, id)), total()
+local first, asked = nil, false -- head of the line, once it was looked for
+local fresh = {} -- fields that get a credit now
+
+local function living_head()
+  local found = head()
+  while found and dead(found) do
+    stop_waiting(found)
+    found = head()
+  end
+  return found
 end
-return {#ARGV - 13, 'granted'}
+
+-- what keeps one more credit from being given: nil | "refused" | "share" | "line"
+local function obstacle()
+  if bytes > budget then return 'refused' end
+  if held + bytes > share then return 'share' end
+  if not asked then first, asked = living_head(), true end
+  return ((first and first ~= id) or in_flight + bytes > budget) and 'line' or nil
+end
+
+local function grant(field)
+  if #fresh == 0 then
+    stop_waiting(id)
+    if first == id then first = living_head() end
+  end
+  fresh[#fresh + 1] = field
+  held, in_flight = held + bytes, in_flight + bytes
+end
+
+local count, why = 0, nil
+for at, credit in ipairs(credited(id, fields)) do
+  why = not credit and obstacle() or nil
+  if why then break end
+  if not credit then grant(fields[at]) end
+  count = at
+end
+if count > 0 then renew(id) end
+if #fresh > 0 then
+  take(id, fresh, bytes)
+  redis.call('PEXPIRE', of(id, CREDITS_OF), ARGV[13])
+  wake_line()
+end
+if not why then return {count, 'granted'} end
+if why == 'refused' then return {count, why} end
+if why == 'share' then
+  leave_line(id)
+else
+  if not redis.call('ZSCORE', WAITERS, id) then redis.call('ZADD', WAITERS, redis.call('INCR', KEYS[7]), id) end
+  redis.call('ZADD', WAITER_LEASES, now + WAITER_LEASE, id)
+end
+redis.call('HSET', WANTS, id, ARGV[10] .. ' ' .. ARGV[11])
+return {count, 'wait'}
