@@ -139,7 +139,7 @@ class Life:
         self.request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
         self.id = self.request.handoff_id
         self.record = keys.HandoffKeys(self.id).record
-        self.ledger.create(self.request, CONTRACT, {"decode_replica": "d"}, "api", lambda pipe: None)
+        self.ledger.create(self.request, CONTRACT, {"decode_replica": "d"}, "api")
         client.hset(self.record, mapping={"decode_attempt": 1, "prefill_attempt": 1})
 
     @property

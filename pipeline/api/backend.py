@@ -1,6 +1,7 @@
 """BrokerBackend: the edge's backend over ledger, token channel, registry and routing.
 
-The broker's modules are synchronous: they run in threads, one hop per step. Only the token channel is asyncio.
+What every request does goes over the hub's line, from the event loop: it begins by one script and is forgotten by one.
+The rest is rare: the broker's other modules are synchronous and run in threads, one hop per step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -20,7 +22,7 @@ from anyio import to_thread
 from pipeline import routing
 from pipeline.api.relay import Model
 from pipeline.api.router import FRESH_S, Chosen, Router
-from pipeline.broker import connect, queue, stream
+from pipeline.broker import connect, keys, queue, stream
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.hub import Listener, TokenHub, TokenReader
@@ -29,13 +31,18 @@ from pipeline.broker.ledger import Ledger
 from pipeline.broker.operator import Operator
 from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.resp import Reply
+from pipeline.broker.scripts import Step
 from pipeline.errors import BrokerError, CrossfillError, OverloadedError
 from pipeline.request import Request
-from pipeline.routing import Wish
+from pipeline.routing import Route, Wish
 from pipeline.settings import Settings
 
 _OWNER_TTL_S = 10.0  # handoffs of an API process silent for this long are nobody's
 _BEAT_S = 1.0
+_BEGIN_S = 2.0  # a request is not begun later than this after it was sent: its client is refused then
+_LATE_S = 0.5  # how much later we take a reply: the broker's clock and ours may differ
+_SHORT_TOKENS = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +71,8 @@ class BrokerBackend:
         self._limit = settings.api.max_live if settings.api else None  # handoffs alive at once
         self._count, self._counted_s = 0, -FRESH_S  # everybody's live handoffs, when they were counted last
         self._creating = 0  # submissions on their way; with the router's live ones all that are ours
+        self._reading: asyncio.Task[list[Replica]] | None = None
+        self._doubtful: dict[str, float] = {}  # handoffs that may have begun; monotonic s after which none begins
         self._tasks: list[asyncio.Task[None]] = []
 
     def require_broker(self, models: Iterable[Model]) -> None:
@@ -101,17 +110,51 @@ class BrokerBackend:
             self._creating -= 1
 
     async def _submit(self, request: Request, wish: Wish, model: Model) -> BrokerSubmission:
+        await self._require_room_for_all()
+        chosen = await self._choose(request, wish, model)
+        step = await self._opening(_fitted(request, chosen.decoder), chosen.route, model)
         reader = TokenReader(self._hub, request.handoff_id)
-        await reader.__aenter__()
-        create = asyncio.create_task(to_thread.run_sync(self._create, request, wish, model))
+        reader.open()
+        begin = asyncio.ensure_future(self._hub.run(step, _BEGIN_S + _LATE_S))
         try:
-            chosen = await asyncio.shield(create)
+            if not await asyncio.shield(begin):
+                raise BrokerError(f"the broker was too busy to take the request within {_BEGIN_S:g} s")
         except BaseException:
+            reader.close()
             with anyio.CancelScope(shield=True):
-                await self._undo(request.handoff_id, reader, create)
+                await self._undo(request.handoff_id, begin)
             raise
         self._router.began(chosen.route)
-        return BrokerSubmission(self._ledger, reader, request.handoff_id, chosen, self._router)
+        return BrokerSubmission(self._ledger, self._hub, reader, request.handoff_id, chosen, self._router)
+
+    async def _choose(self, request: Request, wish: Wish, model: Model) -> Chosen:
+        """Where the prompt goes. A short one's way is found sooner than a thread is; a reading serves all who wait."""
+        if not self._router.fresh:
+            await self._read()
+        if len(request.token_ids) <= _SHORT_TOKENS:
+            with contextlib.suppress(CrossfillError):  # what is refused may have registered since: asked once more
+                return self._router.route_seen(request, wish, model)
+        return await to_thread.run_sync(self._router.route, request, wish, model)
+
+    async def _read(self) -> None:
+        """Raises BrokerError."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(to_thread.run_sync(self._router.fleet))
+        await asyncio.shield(self._reading)
+
+    async def _opening(self, request: Request, route: Route, model: Model) -> Step:
+        """Raises BrokerError, and that only on the first request that goes this way."""
+        make = partial(
+            self._dispatch.opening,
+            request,
+            model.contract,
+            route,
+            self._owner,
+            model.name,
+            owner_ttl_s=_OWNER_TTL_S,
+            within_s=_BEGIN_S,
+        )
+        return make() if self._dispatch.knows(route, model.name) else await to_thread.run_sync(make)
 
     def _require_room(self, live: int) -> None:
         """Raises OverloadedError when as many handoffs as may be are alive: ours exactly, everybody's about now."""
@@ -120,12 +163,14 @@ class BrokerBackend:
                 f"{live} requests are being served, {self._limit} are the most: try again in a moment"
             )
 
-    def _require_room_for_all(self) -> None:
+    async def _require_room_for_all(self) -> None:
         """As `_require_room` for everybody's. Half full a moment ago, they are counted before each request."""
         crowd = max(self._count, self._router.live + self._creating)
         if self._limit is None or (time.monotonic() - self._counted_s < FRESH_S and 2 * crowd < self._limit):
             return
-        self._count, self._counted_s = self._ledger.count(), time.monotonic()
+        count = await self._hub.ask("ZCARD", keys.LIVE)
+        assert isinstance(count, int)
+        self._count, self._counted_s = count, time.monotonic()
         self._require_room(self._count)
 
     def _require_met(self) -> None:
@@ -156,22 +201,28 @@ class BrokerBackend:
             _log.info("the broker is there: serving")
         self._ledger.own(self._owner, _OWNER_TTL_S)
         self._clock.refresh()  # two hosts' quartz clocks part by seconds a day
+        self._settle_doubts()
 
-    async def _undo(self, handoff_id: str, reader: TokenReader, create: asyncio.Task[Chosen]) -> None:
-        """The record may have been written although nobody waits for it any more."""
-        await asyncio.wait({create})
-        await reader.__aexit__(None, None, None)
-        if not create.cancelled() and create.exception() is None:
+    async def _undo(self, handoff_id: str, begin: asyncio.Future[Reply]) -> None:
+        """It may have begun although nobody waits for it any more, or its reply was lost."""
+        await asyncio.wait({begin})
+        if begin.exception() is not None:
+            self._doubtful[handoff_id] = time.monotonic() + _BEGIN_S + _LATE_S
+        elif begin.result():
             with contextlib.suppress(CrossfillError):
-                await to_thread.run_sync(self._ledger.cancel, handoff_id, "client-gone")
-                await to_thread.run_sync(self._ledger.forget, handoff_id)
+                await to_thread.run_sync(self._abandon, handoff_id)
 
-    def _create(self, request: Request, wish: Wish, model: Model) -> Chosen:
-        self._require_room_for_all()
-        chosen = self._router.route(request, wish, model)
-        request = _fitted(request, chosen.decoder)
-        self._dispatch.begin(request, model.contract, chosen.route, self._owner, model.name, owner_ttl_s=_OWNER_TTL_S)
-        return chosen
+    def _abandon(self, handoff_id: str) -> None:
+        """Nothing happens where there is no such handoff. Raises BrokerError."""
+        self._ledger.cancel(handoff_id, "client-gone")
+        self._ledger.forget(handoff_id)
+
+    def _settle_doubts(self) -> None:
+        """Of requests of which nobody knows whether they began, those that can no longer begin. Raises BrokerError."""
+        for handoff_id, late_s in tuple(self._doubtful.items()):
+            if time.monotonic() >= late_s:
+                self._abandon(handoff_id)
+                del self._doubtful[handoff_id]
 
     def _status(self) -> dict[str, Any]:
         replicas = self._registry.list()
@@ -189,8 +240,11 @@ class BrokerBackend:
 class BrokerSubmission:
     """One handoff of ours: its tokens, and what the edge may do to it."""
 
-    def __init__(self, ledger: Ledger, reader: TokenReader, handoff_id: str, chosen: Chosen, router: Router) -> None:
+    def __init__(
+        self, ledger: Ledger, hub: TokenHub, reader: TokenReader, handoff_id: str, chosen: Chosen, router: Router
+    ) -> None:
         self._ledger = ledger
+        self._hub = hub
         self._reader = reader
         self._id = handoff_id
         self._chosen = chosen
@@ -212,15 +266,13 @@ class BrokerSubmission:
         return trace and trace | {"routing": self._chosen.explain()}
 
     async def close(self) -> None:
-        self._router.ended(self._chosen.route)
-        await self._reader.__aexit__(None, None, None)
-        await to_thread.run_sync(self._settle)
-
-    def _settle(self) -> None:
         """It is forgotten; what has ended well teaches the router."""
-        if not (self._stopped or self._reader.finished) or not self._router.learns:
-            self._ledger.forget(self._id)
-        elif trace := self._ledger.settle(self._id):
+        self._router.ended(self._chosen.route)
+        self._reader.close()
+        wanted = (self._stopped or self._reader.finished) and self._router.learns
+        reply = await self._hub.run(self._ledger.settling(self._id, shown=wanted))
+        assert isinstance(reply, bytes)
+        if trace := self._ledger.settled(self._id, reply):
             self._router.learn(self._chosen, trace)
 
 

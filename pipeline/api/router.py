@@ -68,10 +68,15 @@ class Router:
         self._fleet: list[Replica] = []
         self._read_at = -FRESH_S
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the registry was read a moment ago."""
+        return time.monotonic() - self._read_at < FRESH_S
+
     def fleet(self, *, fresh: bool = False) -> list[Replica]:
         """Replicas alive a moment ago, or now where `fresh`. Raises BrokerError."""
-        now = time.monotonic()
-        if fresh or now - self._read_at >= FRESH_S:
+        if fresh or not self.fresh:
+            now = time.monotonic()
             found = self._read()
             with self._lock:
                 self._fleet, self._read_at = found, now
@@ -84,8 +89,11 @@ class Router:
 
     def candidates(self, model: Model, *, fresh: bool = False) -> list[Replica]:
         """The fleet without the replicas of other models that are served here. Raises BrokerError."""
+        return self._ours(self.fleet(fresh=fresh), model)
+
+    def _ours(self, fleet: Sequence[Replica], model: Model) -> list[Replica]:
         others = self._digests - {model.contract.digest}
-        return [replica for replica in self.fleet(fresh=fresh) if replica.contract.digest not in others]
+        return [replica for replica in fleet if replica.contract.digest not in others]
 
     def route(self, request: Request, wish: Wish, model: Model) -> Chosen:
         """Raises what `routing.choose` does.
@@ -96,6 +104,10 @@ class Router:
             return self._route(self.candidates(model), request, wish, model)
         except CrossfillError:
             return self._route(self.candidates(model, fresh=True), request, wish, model)
+
+    def route_seen(self, request: Request, wish: Wish, model: Model) -> Chosen:
+        """The same by the last reading as it is: nothing is asked of the broker."""
+        return self._route(self._ours(self._fleet, model), request, wish, model)
 
     @property
     def learns(self) -> bool:

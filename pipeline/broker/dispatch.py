@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from redis import Redis
 from redis.client import Pipeline
@@ -20,10 +20,13 @@ from pipeline import routing, tracing
 from pipeline.broker import queue
 from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
+from pipeline.broker.connect import translate
 from pipeline.broker.ledger import Change, Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import LOST, Record, Role
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.scripts import Scripts, Step
+from pipeline.broker.stamp import Stamps
 from pipeline.contract import Contract
 from pipeline.errors import NoReplicaError, QuarantinedError
 from pipeline.handoff import Attempts, Event
@@ -32,7 +35,7 @@ from pipeline.routing import Route
 from pipeline.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dispatch:
     """Bound to the control broker. All of it may be called anywhere, any number of times, concurrently."""
 
@@ -41,15 +44,38 @@ class Dispatch:
     registry: Registry
     settings: Settings
 
-    def begin(
-        self, request: Request, contract: Contract, route: Route, owner: str, model: str, *, owner_ttl_s: float = 0.0
-    ) -> None:
-        """Write the record of a new handoff and queue its jobs; `owner` lives for another `owner_ttl_s`.
+    @cached_property
+    def stamps(self) -> Stamps:
+        return Stamps(self.client, self.settings.broker)
 
-        Raises BrokerError.
+    def knows(self, route: Route, model: str) -> bool:
+        """Whether an `opening` for them asks the broker nothing."""
+        return all(self.stamps.has(spec) for spec in jobs("", route, model))
+
+    def opening(
+        self,
+        request: Request,
+        contract: Contract,
+        route: Route,
+        owner: str,
+        model: str,
+        *,
+        owner_ttl_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> Step:
+        """The step that writes the record of a new handoff and queues its jobs; `owner` lives for `owner_ttl_s` more.
+
+        Run later than `within_s` from now it does nothing, and replies 0. Raises BrokerError.
         """
-        enqueue = partial(self._enqueue, jobs(request.handoff_id, route, model))
-        self.ledger.create(request, contract, asdict(route), owner, enqueue, tracing.current(), owner_ttl_s)
+        specs = jobs(request.handoff_id, route, model)
+        queued = [command for spec in specs for command in self.stamps.commands(spec)]
+        traceparent = tracing.current()
+        return self.ledger.opening(request, contract, asdict(route), owner, queued, traceparent, owner_ttl_s, within_s)
+
+    def begin(self, request: Request, contract: Contract, route: Route, owner: str, model: str) -> None:
+        """The same at once, by this connection. Raises BrokerError."""
+        with translate():
+            Scripts(self.client).run(*self.opening(request, contract, route, owner, model))
 
     def resend(self, handoff_id: str, attempts: Attempts, error: ErrorInfo, *, elsewhere: bool = False) -> bool:
         """P's attempt has failed by `error`: queue another one. D keeps what it has, and says anew what it wants.

@@ -1,38 +1,37 @@
 """Hub: the token channels of one API process, so that a late or slow reader loses nothing.
 
-A reader subscribes before the jobs are enqueued. It tells its listener what is published in order, drops what it has,
-and reads the log wherever it sees a gap or silence. The rule here: what is published goes from the socket to the
-listener in one call on the event loop; a token costs no task, no lock and no timer.
+A reader subscribes before the jobs are enqueued, on the line that enqueues them. It tells its listener what is
+published in order, drops what it has, and reads the log wherever it sees a gap or silence. The rule here: what is
+published goes from the socket to the listener in one call on the event loop; a token costs no task, lock or timer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
 
 from redis.asyncio import Redis as AsyncRedis
-from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError as AwayError
+from redis.exceptions import NoScriptError
+from redis.exceptions import TimeoutError as SlowError
 
-from pipeline.broker import keys
+from pipeline.broker import keys, scripts
 from pipeline.broker.channel import TokenEntry, decode
-from pipeline.broker.connect import HEALTH_CHECK_S
-from pipeline.broker.push import PushParser
+from pipeline.broker.connect import HEALTH_CHECK_S, REPLY_TIMEOUT_S, translate
+from pipeline.broker.line import Line
+from pipeline.broker.payload import Word
+from pipeline.broker.resp import Reply
+from pipeline.broker.scripts import Step
 from pipeline.errors import BrokerError, PeerError
 
 _HEAL_S = 0.5  # a reader that heard nothing between two ticks of this looks into the log by itself
 _MOST_PATIENT = 4  # ticks: nothing is lost as a rule, and two commands of every waiting stream add up
-_READ_BYTES = 1 << 16
+_IDLE = f"{keys.PREFIX}:hub".encode()  # a channel that is subscribed to when no other is
 _RECONNECT_S = 0.2
-_CONFIRM_S = 2.0  # a submit is refused after this when the broker is silent
+_AWAY_S = 2.0  # how long a command waits for a line
 _PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
-# uvloop raises RuntimeError where a connection that was reset meanwhile is written to, and redis-py lets it through.
-_AWAY = (RedisError, OSError, RuntimeError)
 _GONE = 2  # looks in a row that find neither tokens nor the record
 _log = logging.getLogger(__name__)
 
@@ -41,13 +40,16 @@ Listener = Callable[[Heard], None]
 
 
 class TokenHub:
-    """One pub/sub connection of an API process, shared by all its readers."""
+    """One connection of an API process, shared by all its readers and by what begins and ends their handoffs.
+
+    A command sent after `open` is answered after its channel is heard: both go the same way, in order.
+    """
 
     def __init__(self, client: AsyncRedis) -> None:
         self._client = client
-        self._pubsub: PubSub | None = None  # the living subscription; only the pump makes and ends one
+        self._line: Line | None = None  # the living one; only the pump makes and ends one
+        self._there = asyncio.Event()  # while there is one
         self._readers: dict[bytes, TokenReader] = {}
-        self._subscribed: dict[bytes, asyncio.Event] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
@@ -60,57 +62,75 @@ class TokenHub:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def open(self, handoff_id: str, reader: TokenReader) -> None:
-        """Subscribe; returns once the server has confirmed it. Raises BrokerError."""
+    def open(self, handoff_id: str, reader: TokenReader) -> None:
+        """Subscribe. Without a line nothing is sent: the next one begins with every reader."""
         channel = keys.HandoffKeys(handoff_id).notify.encode()
         self._readers[channel] = reader
-        ready = self._subscribed[channel] = asyncio.Event()
-        try:
-            async with asyncio.timeout(_CONFIRM_S):
-                self._tell("SUBSCRIBE", channel)
-                await ready.wait()
-        except TimeoutError:
-            self.drop(handoff_id)
-            raise BrokerError(f"the broker did not confirm a subscription within {_CONFIRM_S:g} s") from None
-        except asyncio.CancelledError:
-            self.drop(handoff_id)
-            raise
-        finally:
-            self._subscribed.pop(channel, None)
+        if line := self._living():
+            line.subscribe(channel)
 
     def drop(self, handoff_id: str) -> None:
         channel = keys.HandoffKeys(handoff_id).notify.encode()
-        self._readers.pop(channel, None)
-        self._tell("UNSUBSCRIBE", channel)
+        if self._readers.pop(channel, None) and (line := self._living()):
+            line.unsubscribe(channel)
+
+    async def ask(self, *words: Word, patience_s: float = REPLY_TIMEOUT_S) -> Reply:
+        """The reply to one command, which is sent once, as soon as there is a line. Raises BrokerError."""
+        with translate():
+            return await self._ask(words, patience_s)
+
+    async def run(self, step: Step, patience_s: float = REPLY_TIMEOUT_S) -> Reply:
+        """A script's reply. Raises BrokerError: it may have run all the same where that is no refusal."""
+        keyed = (len(step.keys), *step.keys, *step.args)
+        with translate():
+            try:
+                return await self._ask(("EVALSHA", scripts.digest(step.script), *keyed), patience_s)
+            except NoScriptError:  # it did not run: the server has lost it
+                return await self._ask(("EVAL", scripts.source(step.script), *keyed), patience_s)
 
     async def log(self, handoff_id: str, start: int) -> list[bytes]:
         """Entries of the log from index `start` on. Raises BrokerError."""
         try:
-            entries = await _uncancelled(self._client.lrange(keys.HandoffKeys(handoff_id).tokens, start, -1))
-        except _AWAY as error:
+            entries = await self.ask("LRANGE", keys.HandoffKeys(handoff_id).tokens, start, -1)
+        except BrokerError as error:
             raise BrokerError(f"cannot read the token log: {error}") from error
-        return list(entries)
+        assert isinstance(entries, list)
+        return [entry for entry in entries if isinstance(entry, bytes)]
 
     async def known(self, handoff_id: str) -> bool:
         """Whether the ledger still has the handoff. Raises BrokerError."""
         try:
-            return bool(await _uncancelled(self._client.exists(keys.HandoffKeys(handoff_id).record)))
-        except _AWAY as error:
+            return bool(await self.ask("EXISTS", keys.HandoffKeys(handoff_id).record))
+        except BrokerError as error:
             raise BrokerError(f"cannot read the ledger: {error}") from error
 
-    def _tell(self, *command: str | bytes) -> None:
-        """Send it on the living subscription. Without one nothing is sent: the next one begins with every reader.
+    async def _ask(self, words: Sequence[Word], patience_s: float) -> Reply:
+        """Raises what redis-py would. A reply that comes too late is dropped; the line goes on."""
+        line = self._living() or await self._found()
+        try:
+            async with asyncio.timeout(patience_s):
+                return await line.ask(words)
+        except TimeoutError:
+            raise SlowError(f"no reply within {patience_s:g} s") from None
 
-        Past redis-py's own way: it connects anew where a connection is broken. Beside the pump, which does so too, two
-        tasks then read one connection and every request fails from there on. It also costs two tasks a command.
-        """
-        connection: Any = self._pubsub.connection if self._pubsub else None
-        if connection is not None and connection.is_connected:
-            with contextlib.suppress(Exception):  # the pump meets the same trouble, and mends it
-                connection._writer.writelines(connection.pack_command(*command))
+    async def _found(self) -> Line:
+        try:
+            async with asyncio.timeout(_AWAY_S):
+                while (line := self._living()) is None:
+                    await self._there.wait()
+        except TimeoutError:
+            raise AwayError("no connection to it could be made") from None
+        return line
+
+    def _living(self) -> Line | None:
+        """The line, unless it was lost a moment ago and the pump has not heard of it."""
+        if self._line and self._line.lost.done():
+            self._line = None
+            self._there.clear()
+        return self._line
 
     async def _pump(self) -> None:
-        """Keep a subscription to every reader, whatever the network, the server or redis-py does."""
+        """Keep a line with a subscription to every reader, whatever the network, the server or redis-py does."""
         while not self._closing:
             try:
                 await self._listen()
@@ -119,48 +139,44 @@ class TokenHub:
                 await asyncio.sleep(_RECONNECT_S)  # readers heal from the log meanwhile
 
     async def _listen(self) -> None:
-        async with self._client.pubsub() as pubsub:
-            told = {f"{keys.PREFIX}:hub".encode(), *self._readers}  # the first is there when no other is
-            await pubsub.subscribe(*told)
-            self._pubsub = pubsub
-            try:
-                for channel in self._readers.keys() - told:  # opened while we subscribed
-                    self._tell("SUBSCRIBE", channel)
-                await self._read(pubsub.connection)
-            finally:
-                self._pubsub = None
+        """Until the line is lost. Raises why."""
+        line = await Line.open(self._client, self._hear)
+        try:
+            line.subscribe(_IDLE, *self._readers)
+            self._line = line
+            self._there.set()
+            await asyncio.wait({line.lost})  # bare, it would be cancelled with us
+            raise line.lost.result()
+        finally:
+            self._line = None
+            self._there.clear()
+            line.end(BrokerError("this process does not need it any more"))
 
-    async def _read(self, connection: Any) -> None:
-        """Past redis-py's own reader, which is never begun on this connection: see `push`."""
-        parser = PushParser()
-        while not self._closing:
-            data: bytes = await connection._reader.read(_READ_BYTES)
-            if not data:
-                raise BrokerError("the broker closed the connection")
-            for kind, channel, *rest in (items for items in parser.feed(data) if len(items) == 3):
-                self._dispatch(kind, channel, *rest)
-
-    def _dispatch(self, kind: bytes, channel: bytes, data: bytes) -> None:
-        if kind == b"subscribe" and channel in self._subscribed:
-            self._subscribed[channel].set()
-        elif kind == b"subscribe" and channel in self._readers:  # anew: what was published meanwhile is in the log
-            self._readers[channel].look()
-        elif kind == b"message" and channel in self._readers:
+    def _hear(self, kind: bytes, channel: bytes, data: bytes) -> None:
+        reader = self._readers.get(channel)
+        if reader is None:
+            return
+        if kind == b"message":
             index, _, entry = data.partition(b" ")
             if index.isdigit():  # nobody else's message may end the reading of all
-                self._readers[channel].put(int(index), entry)
+                reader.put(int(index), entry)
+        elif kind == b"subscribe":  # anew, where somebody listens: what was published meanwhile is in the log
+            reader.look()
 
     async def _tick(self) -> None:
-        """Tell the readers of the time that passes, and keep an idle connection in use: one timer for all of them."""
+        """Tell the readers of the time that passes, and keep an idle line in use: one timer for all of them."""
         loop = asyncio.get_running_loop()
         ping_s = loop.time() + HEALTH_CHECK_S
         while True:
             await asyncio.sleep(_HEAL_S)
             for reader in tuple(self._readers.values()):
                 reader.tick()
-            if loop.time() >= ping_s:
-                ping_s = loop.time() + HEALTH_CHECK_S
-                self._tell("PING", "hub")
+            if line := self._living():
+                if line.waiting_s() >= REPLY_TIMEOUT_S:
+                    line.end(SlowError(f"no reply within {REPLY_TIMEOUT_S:g} s"))
+                elif loop.time() >= ping_s:
+                    ping_s = loop.time() + HEALTH_CHECK_S
+                    line.subscribe(_IDLE)  # an answer is owed to it like to a PING
 
 
 class TokenReader:
@@ -186,13 +202,10 @@ class TokenReader:
         self._away_s = math.inf  # since when the broker has not answered
         self.finished = False  # the last entry has come, and it is no error
 
-    async def __aenter__(self) -> Self:
-        await self._hub.open(self._id, self)
-        return self
+    def open(self) -> None:
+        self._hub.open(self._id, self)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._over = True
         if self._looking:
             self._looking.cancel()
@@ -281,12 +294,3 @@ class TokenReader:
             if index == self._next:
                 self._take(raw)
         self._ahead = {index: raw for index, raw in self._ahead.items() if index > self._next}
-
-
-async def _uncancelled(command: Awaitable[Any]) -> Any:
-    """Run a redis-py command in a task of its own: a cancellation reaches us, never redis-py.
-
-    It waits by `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that meets a result; the
-    handoff of a client long gone then ran to its end.
-    """
-    return await asyncio.shield(asyncio.ensure_future(command))

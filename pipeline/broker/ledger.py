@@ -17,18 +17,18 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import WatchError
 
-from pipeline import contract as contracts
 from pipeline import request as requests
-from pipeline.broker import channel, keys, transition
+from pipeline.broker import channel, keys, opening, transition
 from pipeline.broker import record as records
 from pipeline.broker.address import Address
 from pipeline.broker.batch import Batch
 from pipeline.broker.channel import ErrorInfo, TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import translate
+from pipeline.broker.opening import Command
 from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Record, Role, Snapshot
-from pipeline.broker.scripts import Scripts
+from pipeline.broker.scripts import Scripts, Step
 from pipeline.broker.transition import Fields
 from pipeline.contract import Contract
 from pipeline.errors import BrokerError, HandoffCancelledError
@@ -67,45 +67,35 @@ class Ledger:
 
     # -- the API's side
 
+    def opening(
+        self,
+        request: Request,
+        contract: Contract,
+        route: Mapping[str, str | None],
+        owner: str,
+        jobs: Sequence[Command] = (),
+        traceparent: str = "",
+        owner_ttl_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> Step:
+        """Writes the record and queues `jobs`: see `opening.step`, which says what the rest is. Its reply: `begun`."""
+        record = opening.fields(request, contract, route, owner, self._settings.handoff.failure_policy, traceparent)
+        lives = (owner, int(owner_ttl_s * 1000)) if owner_ttl_s else None
+        within_ms = None if within_s is None else int(within_s * 1000)
+        now_ms = self._clock.now_ms()
+        return opening.step(request.handoff_id, record, jobs, now_ms, self._ttl_ms, lives, within_ms)
+
     def create(
         self,
         request: Request,
         contract: Contract,
         route: Mapping[str, str | None],
         owner: str,
-        enqueue: Callable[[Pipeline], object],
-        traceparent: str = "",
-        owner_ttl_s: float = 0.0,
+        jobs: Sequence[Command] = (),
     ) -> None:
-        """Write the record and let `enqueue` queue every job of it, in one transaction: one global order.
-
-        `traceparent` is the span that P's and D's belong under. `owner_ttl_s`: who asks lives, and says so here too; a
-        broker that came back empty has forgotten it, and nobody works for the dead.
-        """
-        names = keys.HandoffKeys(request.handoff_id)
-        now = self._clock.now_ms()
-        record: dict[str, str | float] = {
-            "state": State.CREATED,
-            "request": requests.encode(request),
-            "contract": contracts.encode(contract),
-            "route": json.dumps(dict(route)),
-            "policy": self._settings.handoff.failure_policy,
-            "owner": owner,
-            "prompt_tokens": len(request.token_ids),
-            "traceparent": traceparent,
-            "at_created": now,
-            "decode_attempt": 1,
-            "prefill_attempt": 1 if route.get("prefill_queue") else 0,
-        }
-        with translate(), self._client.pipeline(transaction=True) as pipe:
-            pipe.multi()  # RQ wants to find the transaction begun
-            if owner_ttl_s:
-                pipe.set(keys.owner(owner), "1", px=int(owner_ttl_s * 1000))
-            pipe.hset(names.record, mapping=record)  # type: ignore[arg-type]
-            pipe.pexpire(names.record, self._ttl_ms)
-            pipe.zadd(keys.LIVE, {request.handoff_id: now})
-            enqueue(pipe)
-            pipe.execute()
+        """`opening` at once, by this connection, however late."""
+        with translate():
+            self._scripts.run(*self.opening(request, contract, route, owner, jobs))
 
     def reassign(self, handoff_id: str, event: Event, change: Callable[[Record], Change | None]) -> bool:
         """Move it by `event` and queue new jobs, as `change` says of the record as it is, in one transaction.
@@ -164,9 +154,14 @@ class Ledger:
         """The API has read everything it wants of an ended handoff."""
         self._bury(handoff_id, "forgotten", "released")
 
-    def settle(self, handoff_id: str) -> dict[str, Any] | None:
-        """`trace` and `forget` in one round trip."""
-        fields = self._bury(handoff_id, "forgotten", "released", records.SHOWN)
+    def settling(self, handoff_id: str, *, shown: bool) -> Step:
+        """`forget` as a step; where `shown`, its reply says what `settled` makes a trace of."""
+        return self._burial(handoff_id, "forgotten", "released", records.SHOWN if shown else ())
+
+    @staticmethod
+    def settled(handoff_id: str, reply: str | bytes) -> dict[str, Any] | None:
+        """The trace as it was; None where there was none, or it was not to be shown."""
+        fields = dict[str, str](json.loads(reply))
         state = fields.pop("state", None)
         return records.trace(Snapshot(handoff_id, State(state), fields)) if state else None
 
@@ -331,12 +326,14 @@ class Ledger:
     def _remember(self, record: Record) -> None:
         self._scripts.run("remember", [keys.RECENT], [json.dumps(records.trace(record)), RECENT_KEPT, self._ttl_ms])
 
-    def _bury(self, handoff_id: str, mine: str, others: str, shown: Sequence[str] = ()) -> dict[str, str]:
-        """The fields `shown`, as far as there were any, as they were."""
-        names = keys.HandoffKeys(handoff_id)
+    def _bury(self, handoff_id: str, mine: str, others: str) -> None:
         with translate():
-            args = [mine, others, _TOMBSTONE_MS, ",".join(shown)]
-            return dict(json.loads(self._scripts.run("bury", [names.record, names.tokens], args)))
+            self._scripts.run(*self._burial(handoff_id, mine, others))
+
+    @staticmethod
+    def _burial(handoff_id: str, mine: str, others: str, shown: Sequence[str] = ()) -> Step:
+        names = keys.HandoffKeys(handoff_id)
+        return Step("bury", [names.record, names.tokens], [mine, others, _TOMBSTONE_MS, ",".join(shown)])
 
     def _run_advance(
         self, handoff_id: str, role: Role | None, attempt: int, table: str, publish: str, fields: Fields

@@ -104,7 +104,7 @@ class Link:
         kind, rest = self._line()
         self.due -= 1
         if kind == b"-":
-            return _error(rest)
+            return refusal(rest)
         if kind == b"_" or rest == b"-1":
             return target[:0]
         if kind != b"$":
@@ -238,13 +238,14 @@ class Link:
         if kind == b":":
             return int(rest)
         if kind == b"-":
-            return _error(rest)
+            return refusal(rest)
         if kind == b"_":
             return None
         raise self._failed(f"the server sent a reply of kind {kind!r}")
 
 
-def _error(text: bytes) -> exceptions.RedisError:
+def refusal(text: bytes) -> exceptions.RedisError:
+    """The exception of redis-py for what a server says behind the `-` of an error."""
     kind = _ERRORS.get(text.split(b" ", 1)[0], exceptions.ResponseError)
     return kind(text.decode(errors="replace"))
 

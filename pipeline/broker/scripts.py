@@ -6,13 +6,23 @@ redis-py reloads a script by itself after a server lost it (NOSCRIPT).
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.commands.core import Script
+
+
+class Step(NamedTuple):
+    """One call of a script, for whichever connection runs it."""
+
+    script: str
+    keys: Sequence[str | bytes]
+    args: Sequence[str | bytes | int]
 
 
 class Scripts:
@@ -22,7 +32,7 @@ class Scripts:
         self._client = client
         self._loaded: dict[str, Script] = {}
 
-    def run(self, name: str, keys: list[str], args: list[Any]) -> Any:
+    def run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         if name not in self._loaded:
             self._loaded[name] = self._client.register_script(source(name))
         return self._loaded[name](keys=keys, args=args)
@@ -34,3 +44,9 @@ def source(name: str) -> str:
     folder = files("pipeline.broker") / "lua"
     text = (folder / f"{name}.lua").read_text()
     return re.sub(r"(?m)^--@include (\w+)$", lambda found: (folder / f"{found[1]}.lua").read_text(), text)
+
+
+@cache
+def digest(name: str) -> str:
+    """What a server calls it by: hex SHA-1 of its text."""
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()

@@ -8,13 +8,14 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from anyio import to_thread
 from redis import Redis
 
 from pipeline.api.backend import BrokerBackend, _every
-from pipeline.broker import queue
+from pipeline.broker import queue, scripts
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect
@@ -39,6 +40,7 @@ from pipeline.routing import Wish
 from pipeline.settings import ApiSettings, BrokerSettings, Settings
 from tests.api.fake import told
 from tests.ports import free_port
+from tests.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -152,29 +154,106 @@ async def test_stop_and_cancel_reach_the_ledger(backend: BrokerBackend, client: 
     assert list(client.scan_iter("cf:*{*")) == []
 
 
-async def test_a_submit_nobody_waits_for_leaves_nothing(
-    backend: BrokerBackend, client: Redis, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Hop(NamedTuple):
+    """An API process behind a proxy, whose requests have begun before, so that the next one's script is the marker."""
+
+    proxy: Proxy
+    backend: BrokerBackend
+    begin: bytes
+
+
+@pytest.fixture
+async def hop(client: Redis, settings: Settings, url: str) -> AsyncIterator[Hop]:
     register(client, "mac", "mlx")
-    create, entered, go = Ledger.create, threading.Event(), threading.Event()
+    begin: Any = client.script_load(scripts.source("begin"))
+    with Proxy(urlsplit(url).port or 0) as proxy:
+        broker = settings.broker.model_copy(update={"url": proxy.url})
+        made = BrokerBackend(settings.model_copy(update={"broker": broker}), [MODEL])
+        await made.start()
+        first = await made.submit(request(), Wish(), MODEL)
+        await first.cancel("test")
+        await first.close()
+        open_queue(client, "decode.mac").empty()
+        yield Hop(proxy, made, begin.encode())
+        proxy.mend()
+        await made.close()
 
-    def slow(self: Ledger, *args: Any) -> None:
-        entered.set()
-        go.wait()
-        create(self, *args)
 
-    monkeypatch.setattr(Ledger, "create", slow)
+async def test_a_submit_nobody_waits_for_leaves_nothing(hop: Hop, client: Redis, ledger: Ledger) -> None:
     asked = request()
-    submitting = asyncio.create_task(backend.submit(asked, Wish(), MODEL))
-    await to_thread.run_sync(entered.wait)
-    submitting.cancel()
-    await asyncio.sleep(0)
-    go.set()  # the record is written although the client is gone
-    with pytest.raises(asyncio.CancelledError):
+    with hop.proxy.hold(hop.begin) as held:
+        submitting = asyncio.create_task(hop.backend.submit(asked, Wish(), MODEL))
+        await to_thread.run_sync(held.wait)
+        submitting.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):  # the record was written although the client is gone
         await submitting
+    assert len(open_queue(client, "decode.mac").get_jobs()) == 1
     assert ledger.live() == []
     assert list(client.scan_iter("cf:*{*")) == []
     assert client.pubsub_channels("cf:{*") == []
+
+
+async def test_a_request_refused_for_a_silent_broker_does_not_begin_when_it_speaks_again(
+    hop: Hop, client: Redis, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.api.backend._BEGIN_S", 0.2)
+    asked = request()
+    with hop.proxy.hold(hop.begin) as held:
+        submitting = asyncio.create_task(hop.backend.submit(asked, Wish(), MODEL))
+        await to_thread.run_sync(held.wait)
+        with pytest.raises(BrokerError, match=r"no reply within 0\.7 s"):
+            await submitting
+    async with asyncio.timeout(PATIENCE_S):
+        while hop.backend._doubtful:  # what was held has been read by then: a later command of the same line was
+            await asyncio.sleep(0.05)
+        await hop.backend._hub.ask("PING", patience_s=PATIENCE_S)
+    assert ledger.load(asked.handoff_id) is None
+    assert open_queue(client, "decode.mac").get_jobs() == []
+    assert list(client.scan_iter("cf:*{*")) == []
+
+
+async def test_a_request_whose_reply_was_lost_is_ended(
+    hop: Hop, client: Redis, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.api.backend._BEGIN_S", 0.5)
+    asked = request()
+    hop.proxy.lose(hop.begin)
+    with pytest.raises(BrokerError, match="the connection was lost"):
+        await hop.backend.submit(asked, Wish(), MODEL)
+    assert len(open_queue(client, "decode.mac").get_jobs()) == 1  # it has begun
+    async with asyncio.timeout(PATIENCE_S):
+        while list(client.scan_iter("cf:*{*")):
+            await asyncio.sleep(0.05)
+    assert ledger.live() == []
+    assert client.pubsub_channels("cf:{*") == []
+
+
+async def test_one_reading_of_the_registry_serves_all_that_wait(
+    backend: BrokerBackend, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(client, "mac", "mlx")
+    read, go, readings = backend._router._read, threading.Event(), list[int]()
+
+    def slow() -> list[Replica]:
+        readings.append(1)
+        go.wait()
+        return read()
+
+    monkeypatch.setattr(backend._router, "_read", slow)
+    monkeypatch.setattr("pipeline.api.router.FRESH_S", 3600.0)
+    backend._router._read_at = -7200.0
+    submitting = [asyncio.create_task(backend.submit(request(), Wish(), MODEL)) for _ in range(5)]
+    while not readings:
+        await asyncio.sleep(0)
+    submitting[0].cancel()  # and none of the others
+    await asyncio.wait([submitting[0]])
+    go.set()
+    for submission in await asyncio.gather(*submitting[1:]):
+        await submission.cancel("test")
+        await submission.close()
+    assert readings == [1]
+    assert len(open_queue(client, "decode.mac").get_jobs()) == 4
 
 
 async def test_what_cannot_be_routed_is_refused_and_leaves_nothing(backend: BrokerBackend, client: Redis) -> None:

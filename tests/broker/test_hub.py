@@ -10,13 +10,17 @@ from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as AwayError
 
 from pipeline.broker import keys
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.connect import connect_async
 from pipeline.broker.hub import Heard, TokenHub, TokenReader
+from pipeline.broker.line import Line
+from pipeline.broker.scripts import Step
 from pipeline.errors import BrokerError, PeerError
-from tests.proxy import Proxy
+from tests.ports import free_port
+from tests.proxy import Faults, Proxy
 
 ENTRIES = [TokenEntry(i, (i,)) for i in range(50)] + [TokenEntry(50, (9,), finish="stop", held_tokens=3)]
 
@@ -29,7 +33,7 @@ def _append(client: Redis, handoff_id: str, entry: TokenEntry, publish: bool = T
 
 
 async def _read(url: str, handoff_id: str, write: Callable[[], None]) -> list[Heard]:
-    async with _opened(url) as hub, TokenReader(hub, handoff_id) as reader:
+    async with _opened(url) as hub, _reading(hub, handoff_id) as reader:
         rest = _rest(reader)
         await asyncio.to_thread(write)
         return await rest
@@ -77,7 +81,7 @@ def test_two_readers_share_one_hub(redis_client: Redis, server_url: str) -> None
         async with _opened(server_url) as hub:
 
             async def one(handoff_id: str) -> list[Heard]:
-                async with TokenReader(hub, handoff_id) as reader:
+                async with _reading(hub, handoff_id) as reader:
                     for entry in ENTRIES:
                         _append(redis_client, handoff_id, entry)
                     return await _rest(reader)
@@ -87,17 +91,118 @@ def test_two_readers_share_one_hub(redis_client: Redis, server_url: str) -> None
     assert asyncio.run(both()) == [ENTRIES, ENTRIES]
 
 
+def test_a_command_after_an_open_is_answered_once_its_channel_is_heard(redis_client: Redis, server_url: str) -> None:
+    async def story() -> list[Heard]:
+        async with _opened(server_url) as hub:
+            reader = TokenReader(hub, "h1")
+            reader.open()
+            rest = _rest(reader)
+            entries = [f"{index} {entry.encode()}" for index, entry in enumerate(ENTRIES)]
+            script = "for _, each in ipairs(ARGV) do redis.call('PUBLISH', KEYS[1], each) end return #ARGV"
+            assert await hub.ask("EVAL", script, 1, keys.HandoffKeys("h1").notify, *entries) == len(ENTRIES)
+            assert rest.done()
+            reader.close()
+            return await rest
+
+    assert asyncio.run(story()) == ENTRIES
+
+
+def test_a_script_the_server_has_lost_is_sent_whole(redis_client: Redis, server_url: str) -> None:
+    async def story() -> list[object]:
+        async with _opened(server_url) as hub:
+            found: list[object] = []
+            for _ in range(2):
+                found += [await hub.run(Step("own", ["o"], [60_000])), redis_client.get("o")]
+                redis_client.delete("o")
+                redis_client.script_flush()
+            return found
+
+    assert asyncio.run(story()) == [b"OK", b"1"] * 2
+
+
+def test_a_refusal_is_a_broker_error_and_the_line_goes_on(redis_client: Redis, server_url: str) -> None:
+    async def story() -> object:
+        redis_client.set("text", "x")
+        async with _opened(server_url) as hub:
+            with pytest.raises(BrokerError, match="WRONGTYPE"):
+                await hub.ask("LPUSH", "text", "y")
+            return await hub.ask("GET", "text")
+
+    assert asyncio.run(story()) == b"x"
+
+
+def test_a_reply_that_does_not_come_is_an_error_and_mixes_up_no_other(redis_client: Redis, server_url: str) -> None:
+    async def story(hop: Proxy) -> list[object]:
+        async with _opened(hop.url) as hub:
+            await hub.ask("SET", "a", "1")
+            with hop.hold(b"$3\r\nGET"):
+                with pytest.raises(BrokerError, match=r"no reply within 0\.2 s"):
+                    await hub.ask("GET", "a", patience_s=0.2)
+                late = asyncio.create_task(hub.ask("STRLEN", "a"))
+                await asyncio.sleep(0)
+            return [await late, await hub.ask("GET", "a")]
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == [1, b"1"]
+
+
+def test_a_reply_that_is_lost_is_an_error_at_once(redis_client: Redis, server_url: str) -> None:
+    async def story(hop: Proxy) -> object:
+        async with _opened(hop.url) as hub:
+            await hub.ask("PING")
+            hop.lose(b"$4\r\nINCR")
+            with pytest.raises(BrokerError, match="the connection was lost"):
+                await hub.ask("INCR", "a", patience_s=3600)
+            return await hub.ask("GET", "a")  # over the next line
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == b"1"
+
+
+def test_a_server_that_is_silent_for_long_is_left(
+    redis_client: Redis, server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection lives, and no reply comes: the next line may have better luck."""
+    monkeypatch.setattr("pipeline.broker.hub.REPLY_TIMEOUT_S", 0.3)
+
+    async def story(hop: Proxy) -> object:
+        async with _opened(hop.url) as hub:
+            await hub.ask("PING")
+            hop.apply(Faults(stall_bytes=0, limit="down"))
+            with pytest.raises(BrokerError, match=r"the connection was lost: no reply within 0\.3 s"):
+                await hub.ask("PING", patience_s=3600)
+            hop.mend()
+            return await hub.ask("PING", patience_s=3600)
+
+    with Proxy(urlsplit(server_url).port or 0) as hop:
+        assert asyncio.run(story(hop)) == b"PONG"
+
+
 @pytest.mark.anyio
-async def test_a_cancelled_open_leaves_no_reader(server_url: str) -> None:
-    async with connect_async(server_url) as client:
-        hub = TokenHub(client)  # nothing is sent: its pump was never started
-        task = asyncio.create_task(hub.open("0" * 32, TokenReader(hub, "0" * 32)))
-        await asyncio.sleep(0)
-        assert list(hub._readers) == [keys.HandoffKeys("0" * 32).notify.encode()]
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert hub._readers == {}
+async def test_without_a_broker_a_command_waits_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.broker.hub._AWAY_S", 0.2)
+    async with _opened(f"redis://127.0.0.1:{free_port()}/0") as hub:
+        with pytest.raises(BrokerError, match="no connection to it could be made"):
+            await hub.ask("PING")
+
+
+def test_a_channel_that_our_user_may_not_hear_ends_the_line(redis_client: Redis, server_url: str) -> None:
+    """Its refusal is no reply to whatever is asked next."""
+    port = urlsplit(server_url).port
+
+    async def story() -> None:
+        async with connect_async(f"redis://deaf:secret@127.0.0.1:{port}/0") as client:
+            line = await Line.open(client, lambda *_: None)
+            line.subscribe(b"secret")
+            with pytest.raises(AwayError, match="NOPERM"):
+                await line.ask(["GET", "a"])
+            assert "NOPERM" in str(await line.lost)
+
+    redis_client.acl_setuser("deaf", enabled=True, passwords=["+secret"], keys="*", categories=["+@all"])
+    try:
+        asyncio.run(story())
+    finally:
+        redis_client.acl_deluser("deaf")
 
 
 def test_a_handoff_the_broker_has_lost_is_an_error_not_silence(redis_client: Redis, server_url: str) -> None:
@@ -110,6 +215,18 @@ def test_a_handoff_the_broker_has_lost_is_an_error_not_silence(redis_client: Red
 
     with pytest.raises(BrokerError, match="lost this request"):
         asyncio.run(_read(server_url, handoff_id, write))
+
+
+@contextlib.asynccontextmanager
+async def _reading(hub: TokenHub, handoff_id: str) -> AsyncIterator[TokenReader]:
+    """A reader whose channel is heard: what is asked next is answered after that."""
+    reader = TokenReader(hub, handoff_id)
+    reader.open()
+    try:
+        await hub.ask("PING")
+        yield reader
+    finally:
+        reader.close()
 
 
 @contextlib.asynccontextmanager
@@ -143,7 +260,7 @@ def test_garbage_on_the_channel_disturbs_nobody(redis_client: Redis, server_url:
     """A message that is none ended the one task that reads for all of an API process."""
 
     async def story() -> list[list[Heard]]:
-        async with _opened(server_url) as hub, TokenReader(hub, "h1") as one, TokenReader(hub, "h2") as two:
+        async with _opened(server_url) as hub, _reading(hub, "h1") as one, _reading(hub, "h2") as two:
             for message in (b"", b"x", b"-1 {}", b"\xff\xfe {}", b"9" * 30 + b" {}", b"7"):
                 redis_client.publish(keys.HandoffKeys("h1").notify, message)
             for handoff_id in ("h1", "h2"):
@@ -158,7 +275,7 @@ def test_a_broker_that_is_away_for_a_moment_costs_a_moment(redis_client: Redis, 
     """The reader's connections are cut and refused; the tokens of that time are read when they are back."""
 
     async def story(hop: Proxy) -> list[Heard]:
-        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+        async with _opened(hop.url) as hub, _reading(hub, "h1") as reader:
             rest = _rest(reader)
             _append(redis_client, "h1", ENTRIES[0])
             hop.cut()
@@ -175,7 +292,7 @@ def test_a_broker_that_is_away_for_a_moment_costs_a_moment(redis_client: Redis, 
 
 def test_a_broker_that_stays_away_is_an_error(redis_client: Redis, server_url: str) -> None:
     async def story(hop: Proxy) -> None:
-        async with _opened(hop.url) as hub, TokenReader(hub, "h1") as reader:
+        async with _opened(hop.url) as hub, _reading(hub, "h1") as reader:
             hop.cut()
             with pytest.raises(BrokerError, match="cannot read the token log"):
                 await _rest(reader)
@@ -191,8 +308,8 @@ def test_opening_and_closing_while_the_connection_breaks_again_and_again(redis_c
 
     async def visit(hub: TokenHub, number: int) -> None:
         with contextlib.suppress(BrokerError):
-            await hub.open(f"{number:032x}", TokenReader(hub, f"{number:032x}"))
-        hub.drop(f"{number:032x}")
+            async with _reading(hub, f"{number:032x}"):
+                pass
 
     async def story(hop: Proxy) -> list[Heard]:
         async with _opened(hop.url) as hub:
@@ -205,7 +322,7 @@ def test_opening_and_closing_while_the_connection_breaks_again_and_again(redis_c
                 if round_ % 8 == 0:
                     await asyncio.gather(*visits)
             await asyncio.gather(*visits)
-            async with TokenReader(hub, "h1") as reader:
+            async with _reading(hub, "h1") as reader:
                 for entry in ENTRIES:
                     _append(redis_client, "h1", entry)
                 return await _rest(reader)
@@ -214,22 +331,20 @@ def test_opening_and_closing_while_the_connection_breaks_again_and_again(redis_c
         assert asyncio.run(story(hop)) == ENTRIES
 
 
-class _Reset:
-    """A client whose connection uvloop has closed: what redis-py then lets through."""
+class _Closed(asyncio.Transport):
+    """One that uvloop has closed: what it then raises."""
 
-    async def lrange(self, *_: object) -> list[bytes]:
+    def write(self, data: object) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
-
-    exists = lrange
 
 
 @pytest.mark.anyio
-async def test_a_connection_that_uvloop_has_closed_is_a_broker_that_is_away() -> None:
-    hub = TokenHub(_Reset())  # type: ignore[arg-type]
-    with pytest.raises(BrokerError, match="cannot read the token log"):
-        await hub.log("0" * 32, 0)
-    with pytest.raises(BrokerError, match="cannot read the ledger"):
-        await hub.known("0" * 32)
+async def test_a_connection_that_uvloop_has_closed_is_a_lost_line() -> None:
+    line = Line(lambda *_: None)
+    line._transport = _Closed()
+    with pytest.raises(AwayError, match="the handler is closed"):
+        await line.ask(["PING"])
+    assert "the handler is closed" in str(await line.lost)
 
 
 class _HeldLog(TokenHub):

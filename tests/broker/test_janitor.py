@@ -60,7 +60,7 @@ class Scene:
     def create(self, *, owner: str = "api", age_s: float = 0.0, replica: str = "d-0") -> str:
         request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
         route = Route("fake", PREFILL, replica, f"decode.{replica}", "fake")
-        self.ledger.create(request, CONTRACT, asdict(route), owner, lambda pipe: None)
+        self.ledger.create(request, CONTRACT, asdict(route), owner)
         self.write(request.handoff_id, at_created=str(self.clock.now_ms() - 1000 * age_s))
         return request.handoff_id
 

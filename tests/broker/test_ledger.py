@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -16,6 +17,7 @@ from pipeline.broker.credit import Credit
 from pipeline.broker.ledger import Change, Ledger
 from pipeline.broker.page_server import PageServers
 from pipeline.broker.record import Accept, Record
+from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
 from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptError
 from pipeline.handoff import Attempts, Event, IllegalTransitionError, State
@@ -35,7 +37,7 @@ def ledger(redis_client: Redis) -> Ledger:
 def handoff(ledger: Ledger) -> str:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4), salt="s")
     ledger.own("api-1", 30)
-    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: None)
+    ledger.create(request, CONTRACT, ROUTE, "api-1")
     return request.handoff_id
 
 
@@ -58,7 +60,7 @@ def _leftovers(client: Redis) -> list[str]:
 
 def test_create_keeps_the_request_and_enqueues_in_the_same_transaction(ledger: Ledger, redis_client: Redis) -> None:
     request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1, stop_token_ids=(2,)), salt="x")
-    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: pipe.rpush("jobs", "one", "two"))
+    ledger.create(request, CONTRACT, ROUTE, "api-1", [("RPUSH", "jobs", "one", "two")])
     record = ledger.load(request.handoff_id)
     assert record is not None
     assert record.request == request
@@ -87,10 +89,14 @@ def test_life_of_a_handoff(ledger: Ledger, handoff: str, redis_client: Redis) ->
     trace = ledger.trace(handoff)
     assert trace is not None
     assert (trace["state"], trace["pages"], trace["tokens"], trace["prompt_tokens"]) == ("finished", 1, 3, 3)
-    assert ledger.settle(handoff) == trace
-    assert ledger.settle(handoff) is None
+    assert [_settle(ledger, redis_client, handoff) for _ in range(2)] == [trace, None]
     assert _leftovers(redis_client) == []
     assert [t["handoff_id"] for t in ledger.recent(5)] == [handoff]
+
+
+def _settle(ledger: Ledger, client: Redis, handoff: str) -> dict[str, Any] | None:
+    reply: Any = Scripts(client).run(*ledger.settling(handoff, shown=True))
+    return ledger.settled(handoff, reply)
 
 
 @pytest.mark.parametrize("api_first", [True, False])
@@ -192,7 +198,7 @@ def test_a_decode_job_is_for_the_replica_of_the_route(ledger: Ledger, handoff: s
 
 def test_no_prefill_job_of_a_local_route_is_begun(ledger: Ledger) -> None:
     request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1))
-    ledger.create(request, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1", lambda pipe: None)
+    ledger.create(request, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1")
     with pytest.raises(HandoffCancelledError, match="begun by another worker"):
         ledger.enter(request.handoff_id, "prefill", "p@1")
 
@@ -242,7 +248,7 @@ def test_whoever_goes_on_reads_what_was_emitted_before(ledger: Ledger, handoff: 
 
 def test_samples_are_told_apart_for_whoever_goes_on(ledger: Ledger) -> None:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4, n=2))
-    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: None)
+    ledger.create(request, CONTRACT, ROUTE, "api-1")
     _, d = _admit(ledger, request.handoff_id)
     ledger.advance(request.handoff_id, "decode", d, Event.COMMIT)
     ledger.emit(request.handoff_id, d, TokenEntry(0, (11,)))

@@ -40,7 +40,7 @@ def operator(redis_client: Redis) -> Operator:
 def _open(ledger: Ledger, tokens: int = 3) -> str:
     request = Request(secrets.token_hex(16), tuple(range(1, tokens + 1)), Sampling(max_tokens=4))
     ledger.own("api-1", 30)
-    ledger.create(request, CONTRACT, ROUTE, "api-1", lambda pipe: None)
+    ledger.create(request, CONTRACT, ROUTE, "api-1")
     return request.handoff_id
 
 

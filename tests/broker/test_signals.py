@@ -65,7 +65,7 @@ def signals(ledger: Counting, server_url: str) -> Iterator[Signals]:
 
 def _create(ledger: Ledger) -> str:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
-    ledger.create(request, CONTRACT, {"decode_replica": "d", "prefill_queue": "p"}, "api", lambda pipe: None)
+    ledger.create(request, CONTRACT, {"decode_replica": "d", "prefill_queue": "p"}, "api")
     return request.handoff_id
 
 

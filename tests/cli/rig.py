@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.client import Pipeline
 
 from pipeline.__main__ import main
-from pipeline.broker import keys, queue
+from pipeline.broker import keys
 from pipeline.broker.channel import TokenEntry
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.ledger import Ledger
@@ -20,6 +19,7 @@ from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import Accept
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.stamp import Stamps
 from pipeline.contract import Contract
 from pipeline.handoff import Event
 from pipeline.request import Request, Sampling
@@ -59,11 +59,13 @@ class Rig:
         """A handoff with both of its jobs queued."""
         request = Request(secrets.token_hex(16), tuple(range(1, tokens + 1)), Sampling(max_tokens=4))
 
-        def enqueue(pipe: Pipeline) -> None:
-            for name, job in ((ROUTE["decode_queue"], DECODE_JOB), (ROUTE["prefill_queue"], PREFILL_JOB)):
-                queue.enqueue(pipe, self.client, JobSpec(name, job, request.handoff_id, {}), self.settings.broker)
-
-        self.ledger.create(request, CONTRACT, ROUTE, "api-1", enqueue)
+        stamps = Stamps(self.client, self.settings.broker)
+        specs = [
+            JobSpec(name, job, request.handoff_id, {})
+            for name, job in ((ROUTE["decode_queue"], DECODE_JOB), (ROUTE["prefill_queue"], PREFILL_JOB))
+        ]
+        queued = [command for spec in specs for command in stamps.commands(spec)]
+        self.ledger.create(request, CONTRACT, ROUTE, "api-1", queued)
         return request.handoff_id
 
     def finish(self, handoff_id: str) -> None:

@@ -130,7 +130,7 @@ class Stand:
         request = Request(secrets.token_hex(16), tuple(int(i) for i in ids), sampling, first_token=first_token)
         if owned:
             self.ledger.own(OWNER, 600)
-        self.ledger.create(request, CONTRACT, asdict(LOCAL if local else ROUTE), OWNER, lambda pipe: None)
+        self.ledger.create(request, CONTRACT, asdict(LOCAL if local else ROUTE), OWNER)
         self._made.append(request)
         return request
 

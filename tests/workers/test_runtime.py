@@ -369,7 +369,7 @@ def test_it_sweeps(build: Build) -> None:
     scene = build(lease_s=1.0).start()
     scene.client.delete(keys.owner("api"))
     request = Request(secrets.token_hex(16), (1, 2), Sampling(max_tokens=1))
-    scene.ledger.create(request, CONTRACT, {"decode_replica": NAME}, "api", lambda pipe: None)
+    scene.ledger.create(request, CONTRACT, {"decode_replica": NAME}, "api")
     eventually(lambda: scene.state(request) is State.CANCELLED, "the janitor")
     eventually(lambda: scene.ledger.live() == [], "the release")
 
