@@ -79,11 +79,16 @@ def connect_blocking(url: str) -> Redis:
 
 
 def connect_async(url: str, *, blocking: bool = False) -> AsyncRedis:
-    """The same for asyncio; `blocking` as in `connect_blocking` (pub/sub readers). Raises ConfigError."""
+    """The same for asyncio; `blocking` as in `connect_blocking` (pub/sub readers). Raises ConfigError.
+
+    RESP3 whatever the URL says: only there may one connection both subscribe and ask.
+    """
     retry = AsyncRetry(NoBackoff(), 0)
     with _valid(url):
         timeout = None if blocking else REPLY_TIMEOUT_S
-        return AsyncRedis.from_url(url, retry=retry, socket_timeout=timeout, **_options(url))
+        client = AsyncRedis.from_url(url, retry=retry, socket_timeout=timeout, **_options(url))
+    client.connection_pool.connection_kwargs["protocol"] = 3
+    return client
 
 
 def _no_retry() -> Retry:

@@ -107,6 +107,14 @@ def test_a_command_after_an_open_is_answered_once_its_channel_is_heard(redis_cli
     assert asyncio.run(story()) == ENTRIES
 
 
+def test_a_url_that_wants_resp2_is_served_too(redis_client: Redis, server_url: str) -> None:
+    async def story() -> object:
+        async with _opened(f"{server_url}?protocol=2") as hub, _reading(hub, "h1"):
+            return await hub.ask("ECHO", "x")
+
+    assert asyncio.run(story()) == b"x"
+
+
 def test_a_script_the_server_has_lost_is_sent_whole(redis_client: Redis, server_url: str) -> None:
     async def story() -> list[object]:
         async with _opened(server_url) as hub:
