@@ -19,10 +19,8 @@ from pipeline.sample.tiny import Dims
 
 WIDE = Dims(layers=5, head_dim=64, hidden=144, intermediate=64, heads=18, kv_heads=18)  # pages of SmolLM2-135M's size
 NARROW = Dims(layers=5, head_dim=64, hidden=96, intermediate=64, heads=3, kv_heads=3)  # a sixth of that
-SMALL = Dims(
-    layers=4, head_dim=64, hidden=256, intermediate=768, heads=4, kv_heads=2
-)  # a fortieth of SmolLM2's weights
-_HEAD = "lm_head.weight"
+# Layers a thirtieth of SmolLM2's, and as many words, which a token costs D and a prompt's prefill nothing.
+SMALL = Dims(layers=4, head_dim=64, hidden=256, intermediate=768, heads=4, kv_heads=2, vocab=49_152)
 
 
 def write(target: Path, dims: Dims) -> Path:
@@ -30,9 +28,9 @@ def write(target: Path, dims: Dims) -> Path:
     tiny.write("llama", target, dims=dims)
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tensors = load_file(target / "model.safetensors")
-    head = np.array(tensors[_HEAD])
+    head = np.array(tensors[tiny.HEAD])
     head[[token for token in range(len(head)) if not is_text(tokenizer, token)]] = 0
-    weight.save(tensors | {_HEAD: head}, target / "model.safetensors")
+    weight.save(tensors | {tiny.HEAD: head}, target / "model.safetensors")
     return target
 
 

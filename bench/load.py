@@ -13,9 +13,10 @@ One machine plays several: D has a core of its own in every case, and P, broker,
 of prefills, so sixteen of them send four waves: with one alone, half of the time nothing is there to decode.
 
 The model is a small one (`bench.light`), so that waves of the target's sizes, 200 to 2,000 tokens in and 128 out, end
-within a minute on a CPU: what Crossfill itself costs for each token weighs more than beside a real model.
+within a minute on a CPU. A token of it costs D a few milliseconds, so what Crossfill itself takes for each weighs more
+than beside a real model.
 
-    python -m bench.load [--clients 16,4] [--requests 64] [--seconds 270] [--prompts 200,2000] [--answer 128]
+    python -m bench.load [--clients 16] [--requests 64] [--seconds 270] [--prompts 200,2000] [--answer 128]
                          [--engines mlx,vllm] [--model PATH] [--own yes] [--computing yes] [--uncached no]
 """
 
@@ -255,7 +256,7 @@ class Bench:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", default="16,4")
+    parser.add_argument("--clients", default="16")
     parser.add_argument("--requests", type=int, default=64, help="at most, unless there are more clients")
     parser.add_argument("--seconds", type=float, default=270, help="of everything, systems' starts included")
     parser.add_argument("--own", choices=("yes", "no"), default="yes", help="D's own server, too, where D is vLLM")

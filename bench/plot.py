@@ -77,19 +77,18 @@ def load(results: Results) -> Figure | None:
     if "load" not in results:
         return None
     rows = [row for row in results["load"]["rows"] if "of_cached" in row]
-    figure, (rates, waits) = _figure(2, height=2.8)
-    for colour, case in zip(COLOURS, dict.fromkeys(row["case"] for row in rows), strict=False):
-        here = sorted((row for row in rows if row["case"] == case), key=lambda row: int(row["clients"]))
-        clients = [str(row["clients"]) for row in here]
-        rates.plot(clients, [row["tokens_per_s"] for row in here], marker="o", color=colour, label=case)
-        waits.plot(clients, [row["ttft_p50_ms"] / 1e3 for row in here], marker="o", color=colour, label=case)
-    rates.set_ylabel("tokens/s")
-    waits.set_ylabel("median TTFT, s")
-    waits.set_yscale("log")
+    figure, (rates, waits) = _figure(2, height=0.9 + 0.35 * len(rows))
+    names = [f"{row['case']}, C={row['clients']}" for row in rows]
+    places = range(len(rows))
+    colours = [BLUE if row["case"].startswith("handoff") else GREY for row in rows]
+    rates.barh(places, [row["tokens_per_s"] for row in rows], color=colours)
+    waits.barh(places, [row["ttft_p50_ms"] / 1e3 for row in rows], color=colours)
+    rates.set_yticks(places, names, fontsize=7)
+    waits.set_yticks([])
+    rates.set_xlabel("tokens/s", fontsize=8)
+    waits.set_xlabel("median TTFT, s", fontsize=8)
     for axes in (rates, waits):
-        axes.set_xlabel("clients at once")
-        axes.set_ylim(bottom=0 if axes is rates else None)
-    rates.legend(fontsize=7, frameon=False)
+        axes.invert_yaxis()
     return figure
 
 

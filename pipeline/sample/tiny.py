@@ -35,6 +35,7 @@ CHAT_TEMPLATE = (
 # 0 and 1, so that an engine leaving one out shows.
 _LINEAR, _VOCABULARY, _BIAS, _NORM = 0.08, 0.02, 0.1, 0.1
 _FINAL_NORM_SCALE = 4.0
+_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ARCH_FIELDS: Mapping[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False},
@@ -52,6 +53,7 @@ class Dims:
     intermediate: int = 256
     heads: int = 4
     kv_heads: int = 2
+    vocab: int = VOCAB  # rows beyond the tokenizer's stand for no text, as in many real models
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def _config(arch: str, spec: _Arch, dims: Dims, context_length: int) -> dict[str
     return _token_ids() | {
         "architectures": [spec.architecture],
         "model_type": arch,
-        "vocab_size": VOCAB,
+        "vocab_size": dims.vocab,
         "hidden_size": dims.hidden,
         "intermediate_size": dims.intermediate,
         "num_hidden_layers": dims.layers,
@@ -165,10 +167,10 @@ def _rope(scaling: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _shapes(spec: _Arch, dims: Dims) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (VOCAB, dims.hidden)
+    yield _EMBEDDING, (dims.vocab, dims.hidden)
     yield "model.norm.weight", (dims.hidden,)
     if not spec.tied:
-        yield "lm_head.weight", (VOCAB, dims.hidden)
+        yield HEAD, (dims.vocab, dims.hidden)
     for layer in range(dims.layers):
         for name, shape in _layer_shapes(spec, dims):
             yield f"model.layers.{layer}.{name}", shape
@@ -198,7 +200,7 @@ def _tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float16]
         return ((1.0 + _NORM * noise) * (_FINAL_NORM_SCALE if name == "model.norm.weight" else 1.0)).astype(np.float16)
     if name.endswith("bias"):
         return (_BIAS * noise).astype(np.float16)
-    return ((_VOCABULARY if shape[0] == VOCAB else _LINEAR) * noise).astype(np.float16)
+    return ((_VOCABULARY if name in (_EMBEDDING, HEAD) else _LINEAR) * noise).astype(np.float16)
 
 
 def _noise(stream: str, count: int) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,18 @@ def test_chosen_dimensions_stand_in_config_and_weights(tmp_path: Path) -> None:
     assert [shapes[f"{layer}.{part}_proj.weight"] for part in "qkvo"] == [(192, 96), (64, 96), (64, 96), (96, 192)]
     assert shapes["model.layers.1.mlp.down_proj.weight"] == (96, 32)
     assert len(shapes) == 3 + 2 * 9
+
+
+def test_rows_beyond_the_tokenizer_leave_the_others_alone(tmp_path: Path) -> None:
+    dims = tiny.Dims(1, 32)
+    plain, padded = (
+        load_file(tiny.write("llama", tmp_path / str(vocab), dims=replace(dims, vocab=vocab)) / "model.safetensors")
+        for vocab in (1024, 1100)
+    )
+    assert padded["lm_head.weight"].shape == (1100, 128)
+    assert np.array_equal(padded["lm_head.weight"][:1024], plain["lm_head.weight"])
+    assert padded["model.embed_tokens.weight"].astype(np.float64).std() == pytest.approx(0.02, rel=0.05)
+    assert json.loads((tmp_path / "1100" / "config.json").read_text())["vocab_size"] == 1100
 
 
 @pytest.mark.parametrize("arch", list(tiny.ARCHS))
