@@ -19,6 +19,7 @@ _LIMITS = {
     ("load", ""): CPU,
     ("stream", "plain TCP"): f"{CPU}: a copy by each of three processes, a digest by two",
     ("stream", "xoscar"): "as above; xoscar has no third process between its two",
+    ("ttft", "light, "): f"{CPU}: each step of a handoff waits for one of them",
     ("ttft", ""): "the scatter of CPU prefill on shared cores; on a GPU see the table below",
     ("turns", "light, "): f"{CPU}: each step of a handoff waits for one of them",
     ("turns", ""): "the scatter of a prefill of a second on shared cores is several times the 25 ms",

@@ -32,8 +32,8 @@ from bench.client import Sample
 from bench.fleet import versions
 from bench.link import Link
 from bench.report import Target
-from bench.ttft import prompt
-from bench.turns import FEWEST, LIGHT, STOP_S, Asker, asking
+from bench.ttft import FEWEST, LIGHT, STOP_S, prompt
+from bench.turns import Asker, asking
 
 NEW, HELD = "new", "held by P"
 ANSWER = 8

@@ -23,6 +23,18 @@ def targets(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def first(results: Results) -> str:
+    """TTFT of handoffs beside the prefill engine's own."""
+    names = ("model", "prompt", "route", "rounds", "P alone, ms", "D alone", "handoff", "added", "may add", "reached")
+    lines = _head(*names)
+    for row in results.get("ttft", {}).get("rows", ()):
+        fields = ("prefill_alone_ms", "decode_alone_ms", "ttft_ms", "added_ms", "target_ms")
+        times = (f"{row[field]:.0f}" for field in fields)
+        what = (row["model"], row["prompt_tokens"], row["route"], row["samples"])
+        lines.append(_row(*what, *times, _verdict(row["reached"])))
+    return "\n".join(lines) + "\n"
+
+
 def crossed(results: Results) -> str:
     """TTFT over slow links, on this machine and on a GPU."""
     names = ("run", "model", "link", "route", "case", "prompts", "MB", "P alone", "wire", "TTFT", "bound, ms")
@@ -137,6 +149,7 @@ def _row(*cells: object) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "targets": targets,
+    "ttft": first,
     "gpu": on_gpu,
     "codecs": codecs,
     "changed": changed,

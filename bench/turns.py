@@ -34,24 +34,16 @@ from bench.client import Sample, stream
 from bench.fleet import fleet, versions
 from bench.link import Link
 from bench.report import Target
-from bench.ttft import prompt
+from bench.ttft import FEWEST, LIGHT, STOP_S, prompt, routes
 
 COLUMNS = ("turn", "route", "prompt_tokens", "held_tokens", "pages", "ttft_ms", "prefill_alone_ms", "added_ms")
 TIMES = ("prefill_alone_ms", "step_ms", "wire_ms", "ttft_ms", "added_ms", "target_ms")
 SECOND = ("model", "link", "route", "samples", "prompt_tokens", "held_tokens", "pages", *TIMES, "reached")
 ADDED_MS = 25.0  # beside the wire time of the tail
 SHORT = 8  # tokens of a second turn's answer
-LIGHT, LOOPBACK = "light", "loopback"
+LOOPBACK = "loopback"
 LINKS = {"10 Gb/s": 1.25e9} | link.SHAPED
 LIGHT_SHARE = 0.45  # of the time
-FEWEST = 3  # rounds of anything
-STOP_S = 8.0  # what a system needs to end
-
-
-def routes(engines: str) -> tuple[str, ...]:
-    """Each handoff beside the prefill engine that it is compared with."""
-    a, b = engines.split(",")
-    return f"local:{a}", f"{a}->{b}", f"{b}->{a}", f"local:{b}"
 
 
 class Chat:

@@ -92,6 +92,13 @@ def test_second_turns_in_one_table() -> None:
     assert line == "| turns | m | slow | a->b | 9 | 128 | 1 | 200 | 260 | 50 | 30 | yes |"
 
 
+def test_what_handoffs_add() -> None:
+    row = {"model": "m", "prompt_tokens": 744, "route": "a->b", "samples": 5, "prefill_alone_ms": 100.0}
+    times = {"decode_alone_ms": 90.0, "ttft_ms": 127.4, "added_ms": 17.4, "target_ms": 18.0, "reached": True}
+    *_, line = tables.first({"ttft": {"rows": [row | times]}}).splitlines()
+    assert line == "| m | 744 | a->b | 5 | 100 | 90 | 127 | 17 | 18 | yes |"
+
+
 def test_a_table_without_results_has_its_head_alone() -> None:
     assert [len(table({}).splitlines()) for table in tables.TABLES.values()] == [2] * len(tables.TABLES)
 
