@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench import limit, ttft
+from bench import limit, ttft, turns
 from bench.report import Target
 
 Result = dict[str, Any]
@@ -80,7 +80,17 @@ def _runs(results: Results, bench: str, part: str) -> Iterator[tuple[str, Result
     """Each row of a bench with the name of its file, those of a GPU after ours."""
     for name in sorted(results, key=lambda name: name.startswith("gpu-")):
         if name == bench or name.startswith(f"gpu-{bench}"):
-            yield from ((name, row) for row in results[name].get(part, ()))
+            yield from ((name, _defaults(row) | row) for row in results[name].get(part, ()))
+
+
+def _defaults(row: Result) -> Result:
+    """What a row of a run on a GPU may lack: it has one model, and its second turns are on the loopback."""
+    found = {"model": "", "link": "loopback", "samples": row.get("rounds", ""), "wire_ms": 0.0}
+    if "target_ms" in row and "ttft_ms" in row:
+        found["of_bound"] = row["ttft_ms"] / row["target_ms"]
+    if "added_ms" in row:
+        found["reached"] = row["added_ms"] <= turns.ADDED_MS
+    return found
 
 
 def edge(results: Results) -> str:

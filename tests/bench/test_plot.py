@@ -99,6 +99,16 @@ def test_what_handoffs_add() -> None:
     assert line == "| m | 744 | a->b | 5 | 100 | 90 | 127 | 17 | 18 | yes |"
 
 
+def test_rows_of_a_gpu_that_name_no_model_and_no_link() -> None:
+    row = {"route": "a->b", "rounds": 9, "held_tokens": 128, "pages": 1, "prefill_alone_ms": 20.0, "ttft_ms": 60.0}
+    *_, line = tables.second({"gpu-turns": {"second": [row | {"added_ms": 25.1}]}}).splitlines()
+    assert line == "| gpu-turns |  | loopback | a->b | 9 | 128 | 1 | 20 | 60 | 25 | 0 | **no** |"
+    link = {"link": "slow", "route": "a->b", "case": "new", "megabytes": 1.0, "reached": True}
+    times = {"prefill_ms": 1.0, "wire_ms": 2.0, "ttft_ms": 3.0, "target_ms": 6.0}
+    *_, line = tables.crossed({"gpu-links": {"rows": [link | times]}}).splitlines()
+    assert line == "| gpu-links |  | slow | a->b | new |  | 1.0 | 1 | 2 | 3 | 6 | 0.50 | yes |"
+
+
 def test_a_table_without_results_has_its_head_alone() -> None:
     assert [len(table({}).splitlines()) for table in tables.TABLES.values()] == [2] * len(tables.TABLES)
 
