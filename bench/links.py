@@ -10,7 +10,7 @@ First with a checkpoint whose pages are as large as SmolLM2-135M's and that comp
 what comes on top of the wire is then Crossfill. Then with a real model over the slower link, where prefill is longer
 than any transfer.
 
-    python -m bench.links [--seconds 220] [--tokens 744] [--real-tokens 320] [--engines vllm,mlx]   # Linux, root
+    python -m bench.links [--seconds 210] [--tokens 744] [--real-tokens 320] [--engines vllm,mlx]   # Linux, root
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=220, help="of everything, systems' starts included")
+    parser.add_argument("--seconds", type=float, default=210, help="of everything, systems' starts included")
     parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
     parser.add_argument("--tokens", type=int, default=744, help="of a prompt of the light model")
     parser.add_argument("--real-tokens", type=int, default=320, help="of the real one")

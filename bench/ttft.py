@@ -8,7 +8,7 @@ computes the last prompt token once more. The broker's own memory is watched all
 First with a checkpoint that computes next to nothing (`bench.light`), so that what is added shows; then with a real
 model, whose longer prefills vary by more than a handoff adds.
 
-    python -m bench.ttft [--seconds 280] [--lengths 51,184,744,2844] [--real-lengths 51,184,744] [--budget-mib 8]
+    python -m bench.ttft [--seconds 270] [--lengths 51,184,744,2844] [--real-lengths 51,184,744] [--budget-mib 8]
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from pipeline.cli.fleet import Fleet
 
 SENTENCE = "Water evaporates and condenses. "
 OUTPUT_TOKENS = 16
+WARM_TOKENS = 130
 FEWEST = 3  # rounds of anything
 STOP_S = 8.0  # what a system needs to end
 LIGHT, LIGHT_SHARE = "light", 0.4  # of the time
@@ -104,8 +105,8 @@ def routes(engines: str) -> tuple[str, ...]:
 def measure(
     client: httpx.Client, model: Path, lengths: list[int], options: argparse.Namespace, end_s: float
 ) -> list[Sample]:
-    """Rounds over all lengths and routes until `end_s` of the monotonic clock, after one for warming up. Every other
-    one goes the other way round."""
+    """Rounds over all lengths and routes until `end_s` of the monotonic clock, after a short prompt on each route for
+    warming up. Every other round goes the other way round."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ways = [(length, route) for length in lengths for route in routes(options.engines)]
     trials = itertools.count(10_000 * options.seed)
@@ -113,8 +114,8 @@ def measure(
     def once(length: int, route: str) -> Sample:
         return stream(client, model.name, prompt(tokenizer, next(trials), length), route, OUTPUT_TOKENS)
 
-    for way in ways:
-        once(*way)
+    for route in routes(options.engines):
+        once(WARM_TOKENS, route)
     taken: list[Sample] = []
     for number in rounds.until(end_s, options.fewest):
         taken += [once(*way) for way in ways[:: -1 if number % 2 else 1]]
@@ -213,7 +214,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=280, help="of everything, systems' starts included")
+    parser.add_argument("--seconds", type=float, default=270, help="of everything, systems' starts included")
     parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
     parser.add_argument("--lengths", default="51,184,744,2844", help="of prompts of the light model")
     parser.add_argument("--real-lengths", default="51,184,744", help="of the real one")

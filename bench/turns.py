@@ -10,7 +10,7 @@ is added is then Crossfill and the wire. The third part is second turns with a r
 takes a second or more of a shared core, and differs from the next by more than a handoff costs. Ways take turns within
 a round, in the other order every other round, so what disturbs the machine disturbs all.
 
-    python -m bench.turns [--seconds 220] [--turns 10] [--held 2800] [--real-held 1024] [--seed 1] [--engines vllm,mlx]
+    python -m bench.turns [--seconds 210] [--turns 10] [--held 2800] [--real-held 1024] [--seed 1] [--engines vllm,mlx]
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=220, help="of everything, systems' starts included")
+    parser.add_argument("--seconds", type=float, default=210, help="of everything, systems' starts included")
     parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
     parser.add_argument("--turns", type=int, default=10, help="of the chat")
     parser.add_argument("--first", type=int, default=600, help="tokens of its first turn")
