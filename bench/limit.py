@@ -15,6 +15,7 @@ _LIMITS = {
     ("links", "prompt new"): f"{CPU}: sending takes them from computing",
     ("links", "prompt held"): f"{CPU}; D computes the last token when the last page is in",
     ("load", "P computes, of D's own"): "P: its prompts alone take longer than D's tokens",
+    ("load", "of D's own"): "threads of D's jobs share core and interpreter with an engine that takes little itself",
     ("load", "per CPU second"): "what D does for imports and for each token",
     ("load", ""): CPU,
     ("stream", "plain TCP"): f"{CPU}: a copy by each of three processes, a digest by two",

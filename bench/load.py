@@ -10,7 +10,8 @@ than the slower of the two. Goodput counts answers whose TTFT and time per token
 
 One machine plays several: D has a core of its own in every case, and P, broker, API and client share the others
 (`bench.cores`). CPU per token is D's own, which a busy machine distorts least. Clients that begin at once make a wave
-of prefills, so sixteen of them send four waves: with one alone, half of the time nothing is there to decode.
+of prefills, so each sends two prompts a round at least, and the ways take turns in two rounds or more. Handoffs that P
+has to compute for are in the first round only: they take as long as P.
 
 The model is a small one (`bench.light`), so that waves of the target's sizes, 200 to 2,000 tokens in and 128 out, end
 within a minute on a CPU. A token of it costs D a few milliseconds, so what Crossfill itself takes for each weighs more
@@ -56,7 +57,7 @@ SHARES = {
     "of_cpu": "D alone with prompts cached, per CPU second of D",
     "of_limit": "the slower of P and D alone",
 }
-FEWEST, WAVES = 8, 4  # requests at all, and of each client
+FEWEST, WAVES = 8, 2  # requests of a round, and of each client
 STOP_S = 10.0  # what systems need to end
 HELD, HANDOFF = "handoff, P holds all", "handoff, P computes"
 PREFILL, UNCACHED, CACHED = "P alone, one token", "D alone", "D alone, all cached"
@@ -195,7 +196,7 @@ class Bench:
         """Every number of clients, every case, in rounds until `end_s` of the monotonic clock."""
         counts = [int(n) for n in self._options.clients.split(",")]
         taken: dict[tuple[int, str], Run] = {}
-        for number in rounds.until(end_s, 1):
+        for number in rounds.until(end_s, self._options.fewest):
             for clients, case, run in self._round(counts, number):
                 taken[clients, case] = taken[clients, case] + run if number else run
         bounds = Bounds(self._options.ttft_ms, self._options.tpot_ms)
@@ -215,17 +216,17 @@ class Bench:
             asked = prompts(
                 self._tokenizer, self._count(clients), shortest, longest, options.seed + clients + 1000 * number
             )
-            for name, case in self._cases(f"{clients}-{number}").items():
+            for name, case in self._cases(f"{clients}-{number}", number).items():
                 run = self._run(asked, case, clients)
                 rate = sum(sample.tokens for sample in run.samples) / run.seconds
                 print(f"{clients} clients, {name}: {rate:.1f} tokens/s", flush=True)
                 yield clients, name, run
 
     def _count(self, clients: int) -> int:
-        """Of requests: four waves, and eight of one client."""
+        """Requests of a round: two of each client, and eight of one alone."""
         return max(clients, min(int(self._options.requests), max(FEWEST, WAVES * clients)))
 
-    def _cases(self, salt: str) -> dict[str, Case]:
+    def _cases(self, salt: str, number: int) -> dict[str, Case]:
         url, pids, options = self._system.url, self.d_pids, self._options
         handed, local, answer = f"{self._p}->{self._d}", f"local:{self._d}", options.answer
         found = {PREFILL: Case(url, f"local:{self._p}", 1, salt, pids)}  # P now holds the prompts
@@ -233,7 +234,7 @@ class Bench:
         found[CACHED] = Case(url, local, answer, salt, pids)  # D holds what it has imported
         if self._own:
             found[OWN] = Case(self._own.url, OWN, answer, salt, self._own.engine_pids, warm=True)
-        if options.computing == "yes":
+        if options.computing == "yes" and not number:
             found[HANDOFF] = Case(url, handed, answer, f"h-{salt}", pids)
         if options.uncached == "yes":
             found[UNCACHED] = Case(url, local, answer, f"d-{salt}", pids)
@@ -257,8 +258,9 @@ class Bench:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="16")
-    parser.add_argument("--requests", type=int, default=64, help="at most, unless there are more clients")
+    parser.add_argument("--requests", type=int, default=64, help="of a round at most, unless there are more clients")
     parser.add_argument("--seconds", type=float, default=270, help="of everything, systems' starts included")
+    parser.add_argument("--fewest", type=int, default=2, help="rounds, however long they take")
     parser.add_argument("--own", choices=("yes", "no"), default="yes", help="D's own server, too, where D is vLLM")
     parser.add_argument(
         "--computing", choices=("yes", "no"), default="yes", help="handoffs that P holds nothing of, too"

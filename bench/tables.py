@@ -69,10 +69,12 @@ def memory(results: Results) -> str:
 def loads(results: Results) -> str:
     """Tokens per second and D's CPU for each, on this machine and on a GPU."""
     names = ("run", "clients", "case", "requests", "tokens/s", "of D's own server", "of D cached", "of the slower")
-    lines = _head(*names, "of D's CPU")
+    lines = _head(*names, "of D's CPU", "CPU of D, ms/token")
     for run, row in _runs(results, "load", "rows"):
         told = (f"{row[share]:.2f}" if share in row else "" for share in ("of_own", "of_cached", "of_limit", "of_cpu"))
-        lines.append(_row(run, row["clients"], row["case"], row["requests"], f"{row['tokens_per_s']:.1f}", *told))
+        cpu = f"{row['d_cpu_ms_per_token']:.1f}" if "d_cpu_ms_per_token" in row and "of_cached" in row else ""
+        what = (row["clients"], row["case"], row["requests"], f"{row['tokens_per_s']:.1f}")
+        lines.append(_row(run, *what, *told, cpu))
     return "\n".join(lines) + "\n"
 
 

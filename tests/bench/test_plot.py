@@ -120,10 +120,13 @@ def test_rows_of_links_load_and_memory() -> None:
         {"links": {"rows": [link | times | {"of_bound": 1.021, "reached": False}]}}
     )
     load = {"clients": 16, "case": "handoff", "requests": 64, "tokens_per_s": 5.0, "of_cached": 0.5, "of_limit": 0.9}
-    there = {"gpu-load-mlx-vllm": {"rows": [load | {"clients": 64}]}, "load": {"rows": [load]}}
+    there = {
+        "gpu-load-mlx-vllm": {"rows": [load | {"clients": 64}]},
+        "load": {"rows": [load | {"d_cpu_ms_per_token": 12.3}]},
+    }
     assert tables.loads(there).splitlines()[2:] == [
-        "| load | 16 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |",
-        "| gpu-load-mlx-vllm | 64 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |",
+        "| load | 16 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  | 12.3 |",
+        "| gpu-load-mlx-vllm | 64 | handoff | 64 | 5.0 |  | 0.50 | 0.90 |  |  |",
     ]
     names = ("bare_rest", "worker_rest", "bare_peak", "worker_peak", "over", "allowed")
     peaks = {f"{name}_mib": float(at) for at, name in enumerate(names)}
