@@ -18,6 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 from pipeline.broker import keys
 from pipeline.broker.connect import translate
 from pipeline.broker.payload import Call, Link, Word, command, store
+from pipeline.broker.returns import Returns
 from pipeline.broker.scripts import Scripts, source
 from pipeline.budget import SHARE_DIVISOR, WAITER_LEASE_MS, Answer
 from pipeline.codec import Buffer
@@ -166,14 +167,26 @@ class Credit:
         """A payload; empty when it is gone. Raises FrameError where it does not fit: nobody makes us allocate more."""
         return next(self.fetch_all([(sequence, target)]))
 
-    def fetch_all(self, wanted: Sequence[tuple[int, memoryview]], *, again: bool = True) -> Iterator[memoryview]:
-        """`fetch` of several in one round trip, received one by one. `again`: where the connection breaks.
+    def fetch_all(
+        self, wanted: Sequence[tuple[int, memoryview]], returns: Returns | None = None, *, again: bool = True
+    ) -> Iterator[memoryview]:
+        """`fetch` of several in one round trip, received one by one; what is in `returns` is given back on the way.
+        `again`: where the connection breaks.
 
         GET and not GETRANGE, which would say how much fits: Valkey (from 9.0 on) sends a whole value from where it
         lies, and makes a copy of any part of one.
         """
+        returned = returns.take() if returns else []
         parts = [command("GET", self.payload_key(one)) for one, _ in wanted]
+        if returned:
+            parts.insert(0, self.returning(returned))
         repeated(self._client, lambda: self.link.send(parts, len(parts)))
+        if returned and not self._is_answered():
+            assert returns is not None
+            returns.put(returned)
+            if not self.link.due:  # the connection broke
+                yield from self.fetch_all(wanted, again=False)
+                return
         for at, (_, target) in enumerate(wanted):
             try:
                 got = self.link.reply_into(target)
@@ -186,11 +199,13 @@ class Credit:
                 got = error
             yield self._require(got)
 
-    def headers(self, after: str, count: int, block_ms: int) -> list[tuple[bytes, bytes]]:
-        """Up to `count` entry ids and headers behind `after`; none when nothing came for `block_ms`."""
-        call = command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self.names.stream, after)
-        (reply,) = self._run([call], 1)
-        streams = self._require(reply)
+    def headers(self, after: str, count: int, block_ms: int, returned: Sequence[int] = ()) -> list[tuple[bytes, bytes]]:
+        """Up to `count` entry ids and headers behind `after`; none when nothing came for `block_ms`. Pages that were
+        `returned` are given back first."""
+        parts = [command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self.names.stream, after)]
+        if returned:
+            parts.insert(0, self.returning(returned))
+        streams = [self._require(reply) for reply in self._run(parts, len(parts))][-1]
         return [(entry, _field(fields, b"h")) for entry, fields in streams[0][1]] if streams else []
 
     def fence(self) -> str | None:
@@ -198,6 +213,13 @@ class Credit:
         (reply,) = self._run([command("GET", self.names.fence)], 1)
         value = self._require(reply)
         return value.decode() if value else None
+
+    def _is_answered(self) -> bool:
+        """Whether the next reply says that credit was given back; it may be asked for again."""
+        try:
+            return isinstance(self.link.reply(), int)
+        except RedisConnectionError:
+            return False
 
     def _group(self, frames: Sequence[Outgoing]) -> list[Buffer]:
         """All payloads, then all headers."""

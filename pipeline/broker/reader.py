@@ -1,8 +1,9 @@
 """PageReader: D's end of a transfer. A thread receives and verifies the next pages while the caller imports the last.
 
-The credit of a page goes back only when the engine has it; pages that are ready one after the other give theirs back
-together, about a megabyte at a time. Pages lie in a few buffers that are used again and again, so what is received
-ahead is bounded. Everything that blocks does so in slices of 250 ms with `check()` between them.
+The credit of a page goes back only when the engine has it, in the round trip that asks for the next pages; the caller
+sends it by itself only while the thread waits for P, or when it has become much. Pages lie in a few buffers that are
+used again and again, so what is received ahead is bounded. Everything that blocks does so in slices of 250 ms with
+`check()` between them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline.broker.connect import translate
-from pipeline.broker.credit import GROUP_BYTES, Credit, entry_prefix
+from pipeline.broker.credit import Credit, entry_prefix
 from pipeline.broker.payload import SLICE_S
+from pipeline.broker.returns import Returns
 from pipeline.broker.writer import ahead
+from pipeline.budget import share
 from pipeline.errors import DeadlineError, FrameError, PageMissingError, StaleAttemptError
 from pipeline.frame import Commit, FrameReader, Header, Kind
 from pipeline.header import decode
@@ -29,6 +32,7 @@ from pipeline.page import Page
 from pipeline.settings import BrokerSettings
 
 BATCH = 16  # headers read at once; a header is a few hundred bytes
+_SHARES = 8  # of what the handoff may have in flight, so much may wait for the next round trip
 
 
 class Received(NamedTuple):
@@ -62,11 +66,12 @@ class PageReader:
         self._check = check
         self._current: Received | None = None
         self._credit = credit(check)
-        self._returned: list[int] = []  # in the engine, their credit not yet given back
-        self._returned_bytes = 0
-        self._unanswered: list[int] = []  # given back, the reply has not been read
+        self._returns = Returns()
+        self._much = share(settings.budget_bytes, frames.shape.page_bytes) // _SHARES
+        self._returned_bytes = 0  # since they were last sent from here
+        self._unanswered: list[int] = []  # given back from here, the reply has not been read
         self._closing = threading.Event()
-        self._receiver = _Receiver(credit(self._require_open), frames, self._closing, when_idle)
+        self._receiver = _Receiver(credit(self._require_open), frames, self._closing, when_idle, self._returns)
         self._thread = threading.Thread(target=self._receiver.run, name=f"receive-{frames.handoff_id[:8]}", daemon=True)
         self.bytes_read = 0
 
@@ -93,14 +98,14 @@ class PageReader:
 
     def imported(self) -> None:
         """The page just read is in the engine: its buffer is used again; its payload and credit go, at the latest when
-        the next page has to be waited for."""
+        P is waited for."""
         if self._current is None:
             raise RuntimeError("no page to import")
         received, self._current = self._current, None
+        self._returns.put((received.sequence,))
         self._receiver.free.put(received.buffer)
-        self._returned.append(received.sequence)
         self._returned_bytes += received.size
-        if self._returned_bytes >= GROUP_BYTES:
+        if self._returned_bytes >= self._much:
             self._give_back()
 
     def close(self) -> None:
@@ -112,7 +117,7 @@ class PageReader:
         self._credit.link.close()
 
     def _next(self, timeout_s: float) -> Received | Commit | Exception:
-        if self._receiver.items.empty():
+        if self._receiver.waits and self._receiver.items.empty():
             self._give_back()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -126,10 +131,11 @@ class PageReader:
 
     def _give_back(self) -> None:
         """Without waiting for the reply: it comes while the engine works."""
-        if not self._returned:
+        self._returned_bytes = 0
+        if not (returned := self._returns.take()):
             return
         self._settle()
-        self._unanswered, self._returned, self._returned_bytes = self._returned, [], 0
+        self._unanswered = returned
         with translate(self._client):
             try:
                 self._credit.link.send([self._credit.returning(self._unanswered)], 1)
@@ -162,7 +168,12 @@ class _Receiver:
     """What the thread does: everything between the socket and a verified page, put into `items` in order."""
 
     def __init__(
-        self, credit: Credit, frames: FrameReader, closing: threading.Event, when_idle: Callable[[], None]
+        self,
+        credit: Credit,
+        frames: FrameReader,
+        closing: threading.Event,
+        when_idle: Callable[[], None],
+        returns: Returns,
     ) -> None:
         self.items: queue.SimpleQueue[Received | Commit | Exception] = queue.SimpleQueue()
         self.free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
@@ -171,6 +182,8 @@ class _Receiver:
         self._frames = frames
         self._closing = closing
         self._when_idle = when_idle
+        self._returns = returns
+        self.waits = False  # for P: set before `returns` are taken, so what comes later is seen by one of the threads
         self._backlog: deque[tuple[bytes, Header | FrameError]] = deque()  # (entry id, what is in it, unchecked)
         self._last = "0-0"
         self._own = entry_prefix(frames.attempts).encode()
@@ -207,7 +220,9 @@ class _Receiver:
         return True
 
     def _fill(self) -> None:
-        found = self._credit.headers(self._last, BATCH, int(1000 * SLICE_S))
+        self.waits = True
+        found = self._credit.headers(self._last, BATCH, int(1000 * SLICE_S), self._returns.take())
+        self.waits = False
         if not found:
             self._when_idle()
             self._require_fence()
@@ -247,7 +262,7 @@ class _Receiver:
         buffers = deque(self._buffers(len(headers)))
         places = zip(headers, buffers, strict=False)
         wanted = [(header.sequence, memoryview(buffer)[: header.payload_bytes]) for header, buffer in places]
-        payloads = self._credit.fetch_all(wanted)
+        payloads = self._credit.fetch_all(wanted, self._returns)
         for _, target in wanted:
             header = self._header()
             try:

@@ -19,6 +19,7 @@ from pipeline.broker import keys
 from pipeline.broker.connect import connect
 from pipeline.broker.credit import Credit, Grant, Outgoing, Sent, entry_id
 from pipeline.broker.payload import Link, Word
+from pipeline.broker.returns import Returns
 from pipeline.broker.stream import PageReader, PageWriter, gauges, heartbeat, raise_fence, reap, release
 from pipeline.errors import (
     BrokerError,
@@ -660,6 +661,13 @@ def test_a_server_that_has_room_again_is_used_again(line: Line) -> None:
 # -- lost replies
 
 
+def eventually(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
 def lose(monkeypatch: pytest.MonkeyPatch, number: int, *, on: Link | None = None) -> list[int]:
     """The server executes, and the `number`-th line on this connection for payloads, or on any, never comes."""
     count, line = [0], Link._line
@@ -755,9 +763,9 @@ def test_the_refusal_of_a_payload_is_the_reason_why_its_header_is_not_there(
 def test_pages_that_are_ready_give_their_credit_back_together(
     monkeypatch: pytest.MonkeyPatch, line: Line, group_pages: int, returned: list[list[int]]
 ) -> None:
-    monkeypatch.setattr("pipeline.broker.reader.GROUP_BYTES", group_pages * PAGE_BYTES)
     line.send()
     reader = line.reader()
+    reader._much = group_pages * PAGE_BYTES
     given, returning = [], reader._credit.returning
 
     def seen(sequences: Sequence[int]) -> bytes:
@@ -781,8 +789,39 @@ def test_credit_does_not_wait_for_a_page_that_is_not_there(line: Line) -> None:
     reader.imported()
     with pytest.raises(DeadlineError):
         reader.read(0)
-    reader._settle()  # the server has answered
+    eventually(lambda: gauges(line.client) == (0, 0, 0))
+
+
+def test_what_is_in_the_engine_is_given_back_on_the_way_to_the_next_pages(line: Line) -> None:
+    line.send(upto=3)
+    credit, returns = Credit(line.client, line.handoff_id, line.attempts, line.settings), Returns()
+    returns.put((1, 2))
+    places = [(3, memoryview(bytearray(PAGE_BYTES)))]
+    assert [bytes(payload) for payload in credit.fetch_all(places, returns)] == [line.page(2).data.tobytes()]
+    assert gauges(line.client) == (PAGE_BYTES, 0, 1)
+    assert returns.take() == []
+    assert [entry for entry, _ in credit.headers(entry_id(line.attempts, 0), 9, 1, [3])] == []
     assert gauges(line.client) == (0, 0, 0)
+    credit.link.close()
+
+
+@pytest.mark.parametrize("loss", ["connection", "scripts"])
+def test_a_give_back_on_the_way_that_fails_is_still_to_be_given(
+    monkeypatch: pytest.MonkeyPatch, line: Line, loss: str
+) -> None:
+    """The pages come all the same."""
+    line.send(upto=3)
+    credit, returns = Credit(line.client, line.handoff_id, line.attempts, line.settings), Returns()
+    returns.put((1, 2))
+    if loss == "connection":
+        lose(monkeypatch, 1, on=credit.link)
+    else:
+        line.client.script_flush()
+    places = [(3, memoryview(bytearray(PAGE_BYTES)))]
+    assert [bytes(payload) for payload in credit.fetch_all(places, returns)] == [line.page(2).data.tobytes()]
+    credit.give_back(returns.take())
+    assert gauges(line.client) == (PAGE_BYTES, 0, 1)
+    credit.link.close()
 
 
 def test_a_header_without_its_payload_says_so(line: Line) -> None:
