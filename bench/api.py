@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from bench import own, report
+from bench import ending, own, report
 from bench.fleet import fleet, free_port
 from bench.process import cpu_s
 from bench.report import Target
@@ -311,7 +311,8 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    rows = run(options)
+    with ending.orderly():
+        rows = run(options)
     columns = ["server", *next(iter(rows.values()))]
     report.table("The HTTP edge", columns, [[name, *row.values()] for name, row in rows.items()])
     found = {"options": report.options(options), "rows": rows, "targets": report.rows(targets(rows))}

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import link, quality, report, stream
+from bench import ending, link, quality, report, stream
 from bench.fleet import versions
 from bench.pair import Measured, Pair
 from bench.report import Target
@@ -190,7 +190,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    result = run(parse(sys.argv[1:]))
+    with ending.orderly():
+        result = run(parse(sys.argv[1:]))
     for title, columns, rows in (
         ("codecs on real pages, one core", RATES, result["rows"]),
         ("KV over links", CROSSED, result["crossed"]),

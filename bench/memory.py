@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import httpx
 from tokenizers import Tokenizer
 
-from bench import report
+from bench import ending, report
 from bench.client import stream
 from bench.fleet import engine_settings, fleet, python, versions
 from bench.process import reset_peak, status_bytes
@@ -168,7 +168,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    result = run(parse(sys.argv[1:]))
+    with ending.orderly():
+        result = run(parse(sys.argv[1:]))
     report.table("memory, MiB", COLUMNS, [[row[column] for column in COLUMNS] for row in result["rows"]])
     report.finish("memory", result)
 

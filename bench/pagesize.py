@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import ending, report
 from bench.pair import Measured, Pair
 from bench.server import server
 from bench.stream import OURS, TCP, TRANSPORTS, Task
@@ -84,7 +84,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    result = run(parse(sys.argv[1:]))
+    with ending.orderly():
+        result = run(parse(sys.argv[1:]))
     report.table("Pages of different sizes", COLUMNS, [list(map(str, row.values())) for row in result["rows"]])
     print("written:", report.save("pagesize", result))
 

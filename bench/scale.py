@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from bench import report
+from bench import ending, report
 from pipeline.api.backend import BrokerBackend, BrokerSubmission
 from pipeline.broker.clock import BrokerClock
 from pipeline.broker.connect import connect
@@ -170,7 +170,11 @@ def main() -> None:
     parser.add_argument("--live", default="0,100,1000")
     options = parser.parse_args()
     asked = {"replicas": options.replicas, "prompt_tokens": options.prompts, "live": options.live}
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory), 256 << 20) as url:
+    with (
+        ending.orderly(),
+        tempfile.TemporaryDirectory() as directory,
+        EmbeddedServer(Path(directory), 256 << 20) as url,
+    ):
         tables = {
             name: series(url, name, [int(v) for v in values.split(",")], options.requests)
             for name, values in asked.items()

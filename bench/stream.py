@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from bench import report
+from bench import ending, report
 from bench.link import Link
 from bench.pair import Measured, Pair, Sides
 from bench.report import Target
@@ -273,7 +273,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    result = run(parse(sys.argv[1:]))
+    with ending.orderly():
+        result = run(parse(sys.argv[1:]))
     columns = list(result["rows"][0])
     report.table("Pages over TCP on the loopback", columns, [list(map(str, row.values())) for row in result["rows"]])
     if not result["peers"]:

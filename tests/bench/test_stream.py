@@ -24,7 +24,7 @@ def test_every_transport_moves_every_byte(peers: str) -> None:
     others = stream.PEER_NAMES if peers == "yes" else ()
     assert [row["transport"] for row in result["rows"]] == [*stream.TRANSPORTS, *others]
     assert result["rows"][0]["of_tcp"] == 1.0
-    assert len(result["targets"]) == (2 if others else 1)
+    assert len(result["targets"]) == (3 if others else 1)
     assert set(result["peers"]) == ({"xoscar", "lmcache", "torch"} if others else set())
     assert all(row["mb_per_s"] > 0 and row["cpu_s_per_gb"] >= 0 for row in result["rows"])
 
