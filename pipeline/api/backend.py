@@ -278,8 +278,11 @@ class BrokerSubmission:
 
 def _fitted(request: Request, decoder: Replica) -> Request:
     """A replica may hold fewer tokens than the checkpoint allows, and may need the first token from P."""
-    room = routing.room(decoder) - len(request.token_ids)
-    sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
+    room, sampling = routing.room(decoder) - len(request.token_ids), request.sampling
+    if sampling.max_tokens > room:
+        sampling = replace(sampling, max_tokens=room)
+    elif not decoder.needs_first_token:
+        return request
     return replace(request, sampling=sampling, first_token=decoder.needs_first_token)
 
 

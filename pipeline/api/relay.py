@@ -208,10 +208,15 @@ class Relay:
         self._closing = True
         for finisher in self._finishers:
             finisher.cancel()
-        with anyio.move_on_after(_CLOSE_S, shield=True):
-            await asyncio.gather(*self._finishers, return_exceptions=True)
+        if self._finishers:
+            with anyio.move_on_after(_CLOSE_S, shield=True):
+                await asyncio.gather(*self._finishers, return_exceptions=True)
+        owed = [self._end(prompt) for prompt in self.prompts if prompt.submission]
         with anyio.move_on_after(_CLOSE_S, shield=True) as ending:
-            await asyncio.gather(*(self._end(prompt) for prompt in self.prompts if prompt.submission))
+            if len(owed) == 1:  # needs no task of its own
+                await owed[0]
+            else:
+                await asyncio.gather(*owed)
         if ending.cancelled_caught:
             _log.warning("handoffs left to their lease: the broker does not answer")
 
