@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -124,16 +124,25 @@ class Answer(Response):
     async def _send_events(self, events: list[Event], send: Send) -> None:
         """What came at once leaves at once: one write for all of it."""
         found = self._teller.opening(self._relay)
+        hose = Hose(lambda event: self._frames(self._teller.told(event, self._relay)), send)
+        self._relay.pour(hose.take)
         while True:
             for event in events:
                 found += self._teller.told(event, self._relay)
             if self._relay.done:
                 break
             await send(_part(self._frames(found) if found or events else b": keep-alive\n\n"))
-            events, found = await self._relay.next(self._telling.pace.keep_alive_s), []
+            events, found = await self._heard(hose), []
         found += self._teller.ending(self._relay)
         found[-1] |= self._trace()
         await send(_part(self._frames(found)))
+
+    async def _heard(self, hose: Hose) -> list[Event]:
+        """Events that were not poured; none after a silence."""
+        while True:
+            events = await self._relay.next(self._telling.pace.keep_alive_s)
+            if not await hose.flush() or events:
+                return events
 
     def _frames(self, found: Sequence[JSON]) -> bytes:
         return b"".join(_frame(each, each["type"] if self._teller.named else None) for each in found)
@@ -143,6 +152,59 @@ class Answer(Response):
             return {}
         traces = [prompt.trace for prompt in self._relay.prompts]
         return {"crossfill": traces[0] if len(traces) == 1 else {"prompts": traces}}
+
+
+class Hose:
+    """Sends what an event tells in the call that tells of it: no task is woken for a token.
+
+    ASGI's `send` is a coroutine, which runs through at once unless the client is slow: then it stops at its first
+    pause, and `flush` goes on with it.
+    """
+
+    def __init__(self, tell: Callable[[Event], bytes], send: Send) -> None:
+        self._tell = tell
+        self._send = send
+        self._paused: _Paused | None = None
+
+    def take(self, event: Event) -> bool:
+        """False: a send has begun, and has to be flushed before the next."""
+        payload = self._tell(event)
+        if not payload:
+            return True
+        sending: Any = self._send(_part(payload)).__await__()
+        try:
+            self._paused = _Paused(sending, next(sending))
+        except StopIteration:
+            return True
+        return False
+
+    async def flush(self) -> bool:
+        """Whether there was anything to be flushed."""
+        if self._paused is None:
+            return False
+        paused, self._paused = self._paused, None
+        await paused
+        return True
+
+
+class _Paused:
+    """A coroutine that was begun by hand and has stopped at `pause`; a task that awaits this goes on with it."""
+
+    def __init__(self, rest: Any, pause: Any) -> None:
+        self._rest = rest
+        self._pause = pause
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            while True:
+                try:
+                    value = yield self._pause
+                except BaseException as error:  # the task is cancelled: so is what it waits in
+                    self._pause = self._rest.throw(error)
+                else:
+                    self._pause = self._rest.send(value)
+        except StopIteration:
+            return
 
 
 def _gathered(events: Sequence[Event], finishes: Sequence[str]) -> list[Event]:

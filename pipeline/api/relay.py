@@ -73,6 +73,7 @@ class Model(Protocol):
 
 
 Listener = Callable[[Entry | Exception], None]
+Sink = Callable[["Event"], bool]
 
 
 class Submission(Protocol):
@@ -181,6 +182,10 @@ class Relay:
         self._traced = traced
         self._events: list[Event | Exception] = []  # not yet returned
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._told_s = 0.0  # by the loop's clock: when the sink took an event last
+        self._loop: asyncio.AbstractEventLoop
+        self._timer: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
         self._finishers: list[asyncio.Task[None]] = []
         self._left = sum(len(prompt.outputs) for prompt in self.prompts)
@@ -232,25 +237,58 @@ class Relay:
             raise self._failure
         return found
 
+    def pour(self, sink: Sink) -> None:
+        """While `next` is waited for, each event but a choice's last goes to `sink`, in the call that tells of it.
+
+        False from it wakes the waiter, with nothing; what it raises is raised from `next`.
+        """
+        self._sink = sink
+
     async def _wait(self, timeout_s: float | None) -> None:
-        """For an event. By a bare timer: `asyncio.timeout` costs as much as all else that is done for a token."""
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        """For an event, or a silence. By a bare timer: `asyncio.timeout` costs as much as all else for a token."""
+        self._loop = asyncio.get_running_loop()
+        self._told_s = self._loop.time()
+        self._waiter = self._loop.create_future()
+        if timeout_s is not None:
+            self._timer = self._loop.call_later(timeout_s, self._ring, timeout_s)
         try:
             await self._waiter
         finally:
             self._waiter = None
-            if timer:
-                timer.cancel()
+            if self._timer:
+                self._timer.cancel()
+                self._timer = None
+
+    def _ring(self, timeout_s: float) -> None:
+        """The silence counts from what was poured last."""
+        left_s = self._told_s + timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._ring, timeout_s)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _put(self, event: Event | Exception) -> None:
-        self._events.append(event)
-        self._wake()
+        if not self._poured(event):
+            self._events.append(event)
+            self._wake()
+
+    def _poured(self, event: Event | Exception) -> bool:
+        """Whether the sink has taken it. Nothing goes past what still waits for the task."""
+        idle = self._waiter is not None and not self._waiter.done() and not self._events
+        if not idle or self._sink is None or isinstance(event, Exception) or event.finish is not None:
+            return False
+        self._told_s = self._loop.time()
+        try:
+            if not self._sink(event):
+                self._wake()
+        except Exception as error:
+            self._events.append(error)
+            self._wake()
+        return True
 
     def _ready(self) -> list[Event]:
         events, self._events = self._events, []
