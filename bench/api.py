@@ -4,7 +4,9 @@ The API is the real one, `crossfill serve` against a real broker. Its decode wor
 takes the jobs off the queue and emits tokens through the ledger at a given pace, so no engine competes for the CPU.
 Beside it in the same run, in turns: the floor, an application that does nothing (`bench.floor`); and with `--engine
 vllm` Crossfill decoding on vLLM and vLLM's own server (`bench.own`), both on the same model with the same settings.
-Counted is the CPU time of the process that speaks HTTP (Linux: `/proc`), less what it uses while idle.
+Counted is the CPU time of the process that speaks HTTP (Linux: `/proc`), less what it uses while idle. A token's is
+that of the time in which all streams run and none begins or ends; where there is no such time, what is left of all
+streams' when each request's own is taken off.
 
     python -m bench.api [--model models/smollm2-135m] [--requests 100] [--streams 200] [--tokens 40] [--rate 8]
                         [--rounds 3] [--engine vllm] [--running 16]
@@ -54,6 +56,8 @@ PROMPT = "Water evaporates and condenses. " * 12
 TEXT_IDS = tuple(range(300, 700))  # ordinary words of any of our vocabularies
 BUDGET_BYTES = 64 << 20
 REQUEST_MS, TOKEN_US = 2.0, 50.0  # what one request and one token may cost
+WATCH_S = 0.1
+STEADY_S = 2.0
 AT_ONCE = 8  # requests of one token each that are under way
 
 
@@ -182,18 +186,52 @@ def measure(server: Server, options: argparse.Namespace) -> None:
         server.player.rate = options.rate
     asked = body(server.model, options.tokens, stream=True)
     began = time.monotonic()
-    stream_s, took, times = _spent(server, server.streams, server.streams, asked)
+    with Watch(server.pid) as watch:
+        stream_s, took, times = _spent(server, server.streams, server.streams, asked)
     told = sum(len(each) for each in times)
+    steady = watch.per_token_s(times, server.idle_cpu)
     server.gaps_s += [b - a for each in times for a, b in pairwise(each)]
     server.rounds.append(
         {
             "request_cpu_ms": per_request * 1e3,
-            "token_cpu_us": (stream_s - server.streams * per_request) / told * 1e6,
+            "token_cpu_us": (steady or (stream_s - server.streams * per_request) / told) * 1e6,
             "tokens_per_s": told / took,
             "api_cpu_share": stream_s / took,
             "ttft_ms": statistics.median(each[0] - began for each in times) * 1e3,
         }
     )
+
+
+class Watch(threading.Thread):
+    """Reads a process's CPU time again and again, so that its cost while all streams run can be told from the rest."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._ended = threading.Event()
+        self._seen: list[tuple[float, float]] = []  # when, and CPU seconds by then
+
+    def run(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            self._seen.append((time.monotonic(), cpu_s(self._pid)))
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def per_token_s(self, times: Sequence[Sequence[float]], idle_cpu: float) -> float | None:
+        """CPU of a token between the last stream's first one and the first stream's last. None: too short a while."""
+        begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+        within = [seen for seen in self._seen if begin <= seen[0] <= end]
+        if len(within) < 2 or within[-1][0] - within[0][0] < STEADY_S:
+            return None
+        (start, before), (stop, after) = within[0], within[-1]
+        told = sum(start < moment <= stop for each in times for moment in each)
+        return (after - before - idle_cpu * (stop - start)) / told
 
 
 def _spent(server: Server, count: int, at_once: int, asked: dict[str, Any]) -> tuple[float, float, list[list[float]]]:

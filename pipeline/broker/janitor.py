@@ -5,6 +5,7 @@ RQ cannot be the failure detector of a latency system (its heartbeats are minute
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pipeline.broker.dispatch import Dispatch
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.record import LOST, ROLES, Role, Snapshot
 from pipeline.broker.registry import Registry
+from pipeline.broker.scripts import Scripts
 from pipeline.broker.transition import Fields
 from pipeline.errors import CrossfillError, DeadlineError, NoReplicaError, QuarantinedError, WorkerLostError
 from pipeline.handoff import TERMINAL, State
@@ -113,12 +115,13 @@ class Janitor:
                 if not self._is_well(handoff_id, values, lives, owned):
                     yield handoff_id
 
-    def _peek(self, handoff_ids: Sequence[str]) -> list[list[bytes | None]]:
+    def _peek(self, handoff_ids: Sequence[str]) -> list[list[str | None]]:
         """The small fields of several records, in one round trip."""
-        with translate(), self.client.pipeline(transaction=False) as pipe:
-            for handoff_id in handoff_ids:
-                pipe.hmget(keys.HandoffKeys(handoff_id).record, records.SMALL)
-            return list(pipe.execute())
+        names = [keys.HandoffKeys(handoff_id).record for handoff_id in handoff_ids]
+        with translate():
+            raw: bytes = Scripts(self.client).run("glance", names, records.SMALL)
+        found = json.loads(raw.decode(errors="replace"))
+        return [[None if value is False else value for value in values] for values in found]
 
     def _owned(self, owner: str) -> bool:
         with translate():
@@ -127,7 +130,7 @@ class Janitor:
     def _is_well(
         self,
         handoff_id: str,
-        values: list[bytes | None],
+        values: list[str | None],
         lives: Callable[[str], bool],
         owned: Callable[[str], bool],
     ) -> bool:

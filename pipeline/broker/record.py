@@ -172,9 +172,10 @@ class Record(Snapshot):
         return len({*known.values(), *deaths.values()})
 
 
-def snapshot(handoff_id: str, values: list[bytes | None], names: Sequence[str] = SMALL) -> Snapshot | None:
+def snapshot(handoff_id: str, values: Sequence[bytes | str | None], names: Sequence[str] = SMALL) -> Snapshot | None:
     """From the answer to HMGET of `names`; None when the record is gone."""
-    fields = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
+    there = ((name, value) for name, value in zip(names, values, strict=True) if value is not None)
+    fields = {name: value if isinstance(value, str) else value.decode() for name, value in there}
     state = fields.pop("state", None)
     return Snapshot(handoff_id, State(state), fields) if state else None
 

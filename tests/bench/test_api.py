@@ -71,3 +71,19 @@ def test_a_small_run() -> None:
     for row in rows.values():
         assert row["tokens_per_s"] > 0
         assert 0 <= row["gap_median_ms"] <= row["gap_p99_ms"] <= row["gap_max_ms"]
+
+
+def test_a_token_costs_what_is_used_while_all_streams_run() -> None:
+    watch = api.Watch(0)
+    watch._seen = [(0.0, 0.0), (1.0, 5.0), (2.0, 5.1), (4.0, 5.5), (6.0, 9.0)]  # beginnings and ends cost much more
+    times = [[0.5, 1.5, 2.5, 3.5, 5.0], [0.9, 1.9, 2.9, 3.9, 4.5], [0.2, 3.0, 5.5]]
+    # From the reading at 1.0, after the last first token, to that at 4.0, before the first last one: 7 tokens in 0.5 s.
+    assert watch.per_token_s(times, 0.0) == pytest.approx(0.5 / 7)
+    assert watch.per_token_s(times, 0.1) == pytest.approx((0.5 - 0.3) / 7)
+
+
+def test_streams_that_hardly_overlap_say_nothing_of_a_token() -> None:
+    watch = api.Watch(0)
+    watch._seen = [(0.0, 0.0), (1.0, 5.0), (2.0, 5.1)]
+    assert watch.per_token_s([[0.5, 1.5], [2.5, 3.5]], 0.0) is None
+    assert watch.per_token_s([[0.5, 2.6]], 0.0) is None
