@@ -49,7 +49,7 @@ def vllm_server(options: argparse.Namespace, directory: Path) -> Iterator[str]:
             deadline = time.monotonic() + system.READY_S
             while fetch(f"http://127.0.0.1:{port}/version") is None:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(log.read_text()[-4000:])
+                    raise RuntimeError(log.read_text()[-12000:])
                 time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Self
 
 PIECE_BYTES = 16 << 10
-EARLY_S = 0.001  # what a timer may be late
+EARLY_S = 0.001  # not worth a timer
+BURST_S = 0.005  # what a timer may be late: made up for, so that the mean rate is right
 
 
 class Pacer(threading.Thread):
@@ -64,6 +65,6 @@ class Pacer(threading.Thread):
 
     async def _wait(self, way: str, size: int) -> None:
         """Until the wire has carried what is ahead, and this."""
-        self._free_at[way] = max(self._free_at[way], time.monotonic()) + size / self.rate
+        self._free_at[way] = max(self._free_at[way], time.monotonic() - BURST_S) + size / self.rate
         if (left := self._free_at[way] - time.monotonic()) > EARLY_S:
             await asyncio.sleep(left)
