@@ -23,7 +23,7 @@ from pipeline import logprob
 from pipeline.codec import Buffer
 from pipeline.errors import EngineError, FrameError, PeerError
 from pipeline.handoff import Attempts
-from pipeline.header import MAX_BODY_BYTES, Header, Kind, decode, encode, require, require_identity
+from pipeline.header import MAX_BODY_BYTES, Header, Kind, decode, encode, require, require_identity, wrong
 from pipeline.logprob import TokenLogprob
 from pipeline.page import PAGE_TOKENS, Page, PageShape, is_finite, page_count, page_tokens, view
 from pipeline.request import MAX_LOGPROBS
@@ -184,6 +184,7 @@ class FrameReader:
         self.handoff_id = handoff_id
         self.attempts = attempts
         self.shape = shape
+        self._page_bytes = shape.page_bytes
         self._keys = page_keys
         self._prompt_digest = prompt_digest
         self._transfer_tokens = transfer_tokens
@@ -202,7 +203,8 @@ class FrameReader:
 
     def check(self, header: Header) -> None:
         """Everything that needs no payload. The state does not move: asking twice is harmless."""
-        require(not self._ended, "frame", "none after the last", header.kind.name)
+        if self._ended:
+            raise wrong("frame", "none after the last", header.kind.name)
         require(header.handoff_id == self.handoff_id, "handoff id", self.handoff_id, header.handoff_id)
         require(header.attempts == self.attempts, "attempts", self.attempts, header.attempts)
         self._require_place(header)
@@ -215,8 +217,7 @@ class FrameReader:
         """Verify and unpack; the page's array may alias `payload`. On FrameError the same page may be tried again."""
         require(len(payload) == header.payload_bytes, "size of payload", header.payload_bytes, len(payload))
         data = codecs.numbered(header.codec_id).decode(payload, header.raw_bytes, self.shape.head_dim)
-        got = page_digest(header.key, header.tokens, data)
-        require(got == header.digest, "digest of payload", header.digest.hex(), got.hex())
+        self._require_digest(header, data)
         found = Page(header.index, header.tokens, view(data, self.shape))
         fault = _fault(found)
         require(fault is None, "page", "finite values and zero padding", fault)
@@ -238,8 +239,14 @@ class FrameReader:
         self._ended = True
         return said
 
+    def _require_digest(self, header: Header, data: Buffer) -> None:
+        got = page_digest(header.key, header.tokens, data)
+        if got != header.digest:
+            raise wrong("digest of payload", header.digest.hex(), got.hex())
+
     def _advance(self, header: Header, kind: Kind) -> None:
-        require(header.kind is kind, "kind", kind.name, header.kind.name)
+        if header.kind is not kind:
+            raise wrong("kind", kind.name, header.kind.name)
         self._require_place(header)
         self._sequence = header.sequence + 1
 
@@ -249,42 +256,56 @@ class FrameReader:
             require(header.sequence >= self._sequence, "sequence", f"{self._sequence}..", header.sequence)
             return
         require(header.sequence == self._sequence, "sequence", self._sequence, header.sequence)
-        require((header.kind is Kind.OPEN) == (self._sequence == 0), "first frame", "OPEN", header.kind.name)
+        if (header.kind is Kind.OPEN) != (self._sequence == 0):
+            raise wrong("first frame", "OPEN", header.kind.name)
 
     def _check_open(self, header: Header) -> None:
-        require(header.key == self._prompt_digest, "prompt digest", self._prompt_digest.hex(), header.key.hex())
-        _require_only(header, "key")
+        self._require_whole(header, key=self._prompt_digest)
 
     def _check_page(self, header: Header) -> None:
-        index = self._next_index
-        require(header.index == index < self._pages, "page index", f"{index} of {self._pages}", header.index)
-        tokens = page_tokens(index, self._transfer_tokens)
-        require(header.tokens == tokens, "tokens of page", tokens, header.tokens)
-        require(header.key == self._keys[index], "chain key", self._keys[index].hex(), header.key.hex())
-        require(header.raw_bytes == self.shape.page_bytes, "page size", self.shape.page_bytes, header.raw_bytes)
-        size = header.payload_bytes
-        require(0 < size <= header.raw_bytes, "size of payload", "at most a page", size)
-        name = codecs.numbered(header.codec_id).name
-        require(name in self._codecs, "codec", f"one of {', '.join(self._codecs)}", name)
-        _require_only(header, "codec_id", "index", "tokens", "key", "raw_bytes", "payload_bytes", "digest")
+        index, size = self._next_index, header.payload_bytes
+        if not header.index == index < self._pages:
+            raise wrong("page index", f"{index} of {self._pages}", header.index)
+        require(0 < size <= self._page_bytes, "size of payload", "at most a page", size)
+        if (name := codecs.numbered(header.codec_id).name) not in self._codecs:
+            raise wrong("codec", f"one of {', '.join(self._codecs)}", name)
+        self._require_whole(
+            header,
+            codec_id=header.codec_id,
+            index=index,
+            tokens=page_tokens(index, self._transfer_tokens),
+            raw_bytes=self._page_bytes,
+            payload_bytes=size,
+            key=self._keys[index],
+            digest=header.digest,
+        )
 
     def _check_commit(self, header: Header) -> None:
         count = self._pages - self._first_page
         require(header.index == len(self._digests) == count, "number of pages", count, header.index)
-        require(header.key == self._prompt_digest, "prompt digest", self._prompt_digest.hex(), header.key.hex())
-        digest = transfer_digest(self._prompt_digest, self._digests)
-        require(header.digest == digest, "digest of transfer", digest.hex(), header.digest.hex())
         require(header.tokens <= MAX_LOGPROBS + 1, "logprobs of a token", f"at most {MAX_LOGPROBS + 1}", header.tokens)
         size = _first_token_bytes(header.tokens)
         require(len(header.body) % size == 0, "size of body", f"a multiple of {size}", len(header.body))
         require(_first_tokens(header) <= MAX_FIRST_TOKENS, "first tokens", MAX_FIRST_TOKENS, _first_tokens(header))
         require(bool(header.body) or not header.tokens, "logprobs", "none without first tokens", header.tokens)
         require(not _has_nan(_logprobs(header, range(_first_tokens(header)))), "logprobs", "numbers", "NaN")
-        _require_only(header, "index", "tokens", "key", "digest", "body")
+        digest = transfer_digest(self._prompt_digest, self._digests)
+        tokens, body = header.tokens, header.body
+        self._require_whole(header, index=count, tokens=tokens, key=self._prompt_digest, digest=digest, body=body)
 
     def _check_abort(self, header: Header) -> None:
         _abort_body(header.body)
-        _require_only(header, "body")
+        self._require_whole(header, body=header.body)
+
+    def _require_whole(self, header: Header, **fields: Any) -> None:
+        """Nothing but `fields` is said; the others mean nothing for this kind and are zero: one encoding each."""
+        head = (header.kind, fields.pop("codec_id", 0), self.handoff_id, self.attempts, header.sequence)
+        expected = Header(*head, **fields)
+        if header == expected:
+            return
+        for name, right, got in zip(Header._fields, expected, header, strict=True):
+            if got != right:
+                raise wrong(_WORDS.get((header.kind, name), name), _shown(right), _shown(got))
 
     _CHECKS = {
         Kind.OPEN: _check_open,
@@ -294,7 +315,19 @@ class FrameReader:
     }
 
 
-_OPTIONAL = ("codec_id", "index", "tokens", "raw_bytes", "payload_bytes", "key", "digest", "body")
+# What a field is called where it means more than its name says.
+_WORDS = {
+    (Kind.OPEN, "key"): "prompt digest",
+    (Kind.PAGE, "tokens"): "tokens of page",
+    (Kind.PAGE, "raw_bytes"): "page size",
+    (Kind.PAGE, "key"): "chain key",
+    (Kind.COMMIT, "key"): "prompt digest",
+    (Kind.COMMIT, "digest"): "digest of transfer",
+}
+
+
+def _shown(value: object) -> object:
+    return value.hex() if isinstance(value, bytes) else value
 
 
 def _entries(first_tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
@@ -325,13 +358,6 @@ def _has_nan(logprobs: Sequence[TokenLogprob]) -> bool:
     return any(math.isnan(value) for one in logprobs for value in (one.logprob, *(p for _, p in one.top)))
 
 
-def _require_only(header: Header, *used: str) -> None:
-    """Fields that mean nothing for this kind are zero: one meaning has one encoding."""
-    for name in _OPTIONAL:
-        value = getattr(header, name)
-        require(name in used or not any(value if isinstance(value, bytes) else (value,)), name, 0, value)
-
-
 def _require_canonical(found: Page, shape: PageShape) -> None:
     data = found.data
     if data.shape != shape.array or data.dtype != np.dtype("<f2") or not data.flags.c_contiguous:
@@ -345,7 +371,7 @@ def _fault(found: Page) -> str | None:
         return f"{found.tokens} tokens"
     if not is_finite(found.data):
         return "NaN or Inf: the checkpoint overflows FP16"
-    if found.data[:, :, :, found.tokens :].any():
+    if found.tokens < PAGE_TOKENS and found.data[:, :, :, found.tokens :].any():
         return "padding behind the last token is not zero"
     return None
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import xxhash
 
@@ -41,8 +41,7 @@ class Kind(IntEnum):
 _KINDS = frozenset(Kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """One parsed header. `index` is the page's index in the prompt, for COMMIT the number of pages sent."""
 
     kind: Kind
@@ -50,7 +49,7 @@ class Header:
     handoff_id: str
     attempts: Attempts
     sequence: int
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides the method of tuples, which nobody needs here
     tokens: int = 0
     raw_bytes: int = 0
     payload_bytes: int = 0
@@ -108,7 +107,8 @@ def decode(data: bytes) -> Header:
     sequence, index, tokens, reserved, raw_bytes, payload_bytes, body_bytes, key, digest = rest
     require(magic == MAGIC, "magic", MAGIC, magic)
     require(version == WIRE_VERSION, "wire version", WIRE_VERSION, version)
-    require(body_bytes == len(data) - MIN_HEADER_BYTES, "size of body", len(data) - MIN_HEADER_BYTES, body_bytes)
+    room = len(data) - MIN_HEADER_BYTES
+    require(body_bytes == room, "size of body", room, body_bytes)
     (seal,) = _DIGEST.unpack_from(data, len(data) - _DIGEST.size)
     require(seal == xxhash.xxh3_64_intdigest(data[: -_DIGEST.size]), "digest of header", "its bytes", "another")
     require(kind in _KINDS, "kind", "1..4", kind)
@@ -121,4 +121,9 @@ def decode(data: bytes) -> Header:
 def require(right: bool, what: str, expected: object, got: object) -> None:
     """Raise FrameError naming what is wrong unless `right`."""
     if not right:
-        raise FrameError(f"wrong {what}: expected {expected}, got {got}")
+        raise wrong(what, expected, got)
+
+
+def wrong(what: str, expected: object, got: object) -> FrameError:
+    """For checks of every page, where it would cost to have the words ready."""
+    return FrameError(f"wrong {what}: expected {expected}, got {got}")

@@ -6,7 +6,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,7 @@ def fed(count: int, first_page: int = 0) -> tuple[FrameReader, list[Frame]]:
 
 def forged(frame: Frame, **changes: object) -> Frame:
     """The frame with other fields and a right header digest: what a buggy peer would send."""
-    return Frame(headers.encode(replace(headers.decode(frame.header), **changes)), frame.payload)  # type: ignore[arg-type]
+    return Frame(headers.encode(headers.decode(frame.header)._replace(**changes)), frame.payload)  # type: ignore[arg-type]
 
 
 # -- golden bytes: (file, how it is made, fields by (name, offset, struct format, value))
