@@ -13,6 +13,7 @@ from bench import ending
 
 BENCHES = ("router", "scale", "stream", "pagesize", "codec", "api", "memory", "ttft", "turns", "links", "load")
 PATIENCE_S = 600.0
+GRACE_S = 60.0  # for what it has to put away
 LATE = 124  # as timeout(1) says it
 
 
@@ -42,6 +43,10 @@ def run(command: list[str], patience_s: float) -> int:
             return LATE
         finally:
             process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ def orderly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _again(*_: object) -> None:
+    """It is ending already."""
+
+
 def _end(number: int, _: FrameType | None) -> None:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, _again)  # not SIG_IGN, which what is started while it ends would inherit
     raise SystemExit(128 + number)

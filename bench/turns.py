@@ -149,7 +149,7 @@ def seconds(taken: list[dict[str, Sample]], a: str, b: str, rate: float | None =
         over = statistics.median(sample.ttft_ms - own for sample, own in zip(handed, alone, strict=True)) - step
         row: dict[str, Any] = {"route": f"{p}->{d}", "samples": len(taken), "prompt_tokens": handed[0].prompt_tokens}
         row |= {"held_tokens": min(sample.trace["reused_tokens"] for sample in handed)}
-        row |= {what: max(sample.trace[what] for sample in handed) for what in ("pages", "bytes")}
+        row |= {what: statistics.median(sample.trace[what] for sample in handed) for what in ("pages", "bytes")}
         wire_ms = 1e3 * row["bytes"] / rate if rate else 0.0
         row |= {"prefill_alone_ms": statistics.median(alone), "step_ms": step, "wire_ms": wire_ms}
         row |= {"ttft_ms": statistics.median(sample.ttft_ms for sample in handed), "added_ms": over}

@@ -99,6 +99,7 @@ class Bench:
 def main() -> None:
     parser = system.arguments(__doc__)
     parser.add_argument("--clients", default="16")
+    parser.add_argument("--own", choices=("yes", "no"), default="yes", help="vLLM's own server, too, where D is vLLM")
     parser.add_argument("--waves", type=int, default=4, help="prompts of each client in a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompts", default="200,2000")
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--tpot-ms", type=float, default=50.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, system.opened(options) as running:
-        if options.engines.split(",")[1] == "vllm":
+        if options.own == "yes" and options.engines.split(",")[1] == "vllm":
             with vllm_server(options, Path(name)) as own:
                 measure(running.url, own, options)
         else:

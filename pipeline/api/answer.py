@@ -138,9 +138,13 @@ class Answer(Response):
         await send(_part(self._frames(found)))
 
     async def _heard(self, hose: Hose) -> list[Event]:
-        """Events that were not poured; none after a silence."""
+        """Events that were not poured; none after a silence. What ended the answer comes behind what was poured."""
         while True:
-            events = await self._relay.next(self._telling.pace.keep_alive_s)
+            try:
+                events = await self._relay.next(self._telling.pace.keep_alive_s)
+            except Exception:
+                await hose.flush()
+                raise
             if not await hose.flush() or events:
                 return events
 

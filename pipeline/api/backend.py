@@ -88,7 +88,8 @@ class BrokerBackend:
         with contextlib.suppress(CrossfillError):  # a broker that is away may come back: the next beat looks
             await to_thread.run_sync(self._beat)
         await self._hub.start()
-        steps: tuple[Callable[[], object], ...] = (self._beat, self._janitor.sweep_in_turn, self._pages.settle)
+        # Each apart: a lease must be renewed however long the others take.
+        steps = (self._beat, self._janitor.sweep_in_turn, self._pages.settle, self._settle_doubts)
         self._tasks = [asyncio.create_task(_every(_BEAT_S, step)) for step in steps]
 
     async def close(self) -> None:
@@ -201,7 +202,6 @@ class BrokerBackend:
             _log.info("the broker is there: serving")
         self._ledger.own(self._owner, _OWNER_TTL_S)
         self._clock.refresh()  # two hosts' quartz clocks part by seconds a day
-        self._settle_doubts()
 
     async def _undo(self, handoff_id: str, begin: asyncio.Future[Reply]) -> None:
         """It may have begun although nobody waits for it any more, or its reply was lost."""
@@ -209,8 +209,10 @@ class BrokerBackend:
         if begin.exception() is not None:
             self._doubtful[handoff_id] = time.monotonic() + _BEGIN_S + _LATE_S
         elif begin.result():
-            with contextlib.suppress(CrossfillError):
+            try:
                 await to_thread.run_sync(self._abandon, handoff_id)
+            except CrossfillError:
+                self._doubtful[handoff_id] = 0.0
 
     def _abandon(self, handoff_id: str) -> None:
         """Nothing happens where there is no such handoff. Raises BrokerError."""
@@ -218,10 +220,16 @@ class BrokerBackend:
         self._ledger.forget(handoff_id)
 
     def _settle_doubts(self) -> None:
-        """Of requests of which nobody knows whether they began, those that can no longer begin. Raises BrokerError."""
+        """Of requests that nobody waits for and that may have begun, those that can no longer begin. Raises
+        BrokerError; what else is wrong with one keeps nobody from the others."""
         for handoff_id, late_s in tuple(self._doubtful.items()):
             if time.monotonic() >= late_s:
-                self._abandon(handoff_id)
+                try:
+                    self._abandon(handoff_id)
+                except BrokerError:
+                    raise
+                except Exception:
+                    _log.exception("handoff %s cannot be ended", handoff_id)
                 del self._doubtful[handoff_id]
 
     def _status(self) -> dict[str, Any]:

@@ -78,15 +78,14 @@ def connect_blocking(url: str) -> Redis:
         return Redis.from_url(url, retry=_no_retry(), socket_timeout=None, **_options(url))
 
 
-def connect_async(url: str, *, blocking: bool = False) -> AsyncRedis:
-    """The same for asyncio; `blocking` as in `connect_blocking` (pub/sub readers). Raises ConfigError.
+def connect_async(url: str) -> AsyncRedis:
+    """As `connect`, for asyncio. Raises ConfigError.
 
     RESP3 whatever the URL says: only there may one connection both subscribe and ask.
     """
     retry = AsyncRetry(NoBackoff(), 0)
     with _valid(url):
-        timeout = None if blocking else REPLY_TIMEOUT_S
-        client = AsyncRedis.from_url(url, retry=retry, socket_timeout=timeout, **_options(url))
+        client = AsyncRedis.from_url(url, retry=retry, socket_timeout=REPLY_TIMEOUT_S, **_options(url))
     client.connection_pool.connection_kwargs["protocol"] = 3
     return client
 

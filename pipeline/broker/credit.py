@@ -184,7 +184,7 @@ class Credit:
         if returned and not self._is_answered():
             assert returns is not None
             returns.put(returned)
-            if not self.link.due:  # the connection broke
+            if not self.link.due:  # the connection is ended
                 yield from self.fetch_all(wanted, again=False)
                 return
         for at, (_, target) in enumerate(wanted):
@@ -218,7 +218,7 @@ class Credit:
         """Whether the next reply says that credit was given back; it may be asked for again."""
         try:
             return isinstance(self.link.reply(), int)
-        except RedisConnectionError:
+        except RedisError:  # the connection broke, or nothing came on it: it is ended then
             return False
 
     def _group(self, frames: Sequence[Outgoing]) -> list[Buffer]:

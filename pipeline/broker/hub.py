@@ -32,6 +32,8 @@ _IDLE = f"{keys.PREFIX}:hub".encode()  # a channel that is subscribed to when no
 _RECONNECT_S = 0.2
 _AWAY_S = 2.0  # how long a command waits for a line
 _PATIENCE_S = 2.0  # how long a reader waits for a broker that is away
+_DIGITS = 9  # of an entry's number
+_AHEAD = 1024  # entries kept that were published behind a gap
 _GONE = 2  # looks in a row that find neither tokens nor the record
 _log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ class TokenHub:
             return
         if kind == b"message":
             index, _, entry = data.partition(b" ")
-            if index.isdigit():  # nobody else's message may end the reading of all
+            if len(index) <= _DIGITS and index.isdigit():  # nobody else's message may end the reading of all
                 reader.put(int(index), entry)
         elif kind == b"subscribe":  # anew, where somebody listens: what was published meanwhile is in the log
             reader.look()
@@ -226,7 +228,8 @@ class TokenReader:
         if index == self._next:
             self._take(raw)
         elif index > self._next:
-            self._ahead[index] = raw
+            if len(self._ahead) < _AHEAD:  # the log has them all
+                self._ahead[index] = raw
             self.look()
 
     def tick(self) -> None:

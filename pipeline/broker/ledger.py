@@ -78,7 +78,8 @@ class Ledger:
         owner_ttl_s: float = 0.0,
         within_s: float | None = None,
     ) -> Step:
-        """Writes the record and queues `jobs`: see `opening.step`, which says what the rest is. Its reply: `begun`."""
+        """Writes the record and queues `jobs`: see `opening.step`, which says what the rest is. Its reply: 1, or 0
+        where it came too late and nothing was done."""
         record = opening.fields(request, contract, route, owner, self._settings.handoff.failure_policy, traceparent)
         lives = (owner, int(owner_ttl_s * 1000)) if owner_ttl_s else None
         within_ms = None if within_s is None else int(within_s * 1000)
@@ -202,11 +203,6 @@ class Ledger:
         with translate():
             ids: Any = self._client.zrange(keys.LIVE, 0, -1)
         return [handoff_id.decode() for handoff_id in ids]
-
-    def count(self) -> int:
-        """How many handoffs are not yet released."""
-        with translate():
-            return int(self._client.zcard(keys.LIVE))
 
     # -- the workers' side
 

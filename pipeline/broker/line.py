@@ -81,6 +81,7 @@ class Line(asyncio.Protocol):
             if reply and not reply.done():
                 reply.set_exception(AwayError(f"the connection was lost: {why}"))
         if self._connection is not None:
+            self._transport.abort()  # what was not sent is not sent any more
             self._connection._close()
 
     def data_received(self, data: bytes) -> None:

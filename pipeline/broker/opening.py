@@ -14,13 +14,13 @@ from typing import TypeAlias
 from pipeline import contract as contracts
 from pipeline import request as requests
 from pipeline.broker import keys
+from pipeline.broker.payload import Word
 from pipeline.broker.scripts import Step
 from pipeline.contract import Contract
 from pipeline.handoff import State
 from pipeline.request import Request
 
 _ARRAY, _STR = Struct(">BH").pack, Struct(">BI").pack
-Word: TypeAlias = str | bytes | int
 Command: TypeAlias = Sequence[Word]  # the second word is its key
 
 

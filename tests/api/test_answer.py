@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from pipeline.api.answer import Hose, until_gone
+from pipeline.api.answer import Answer, Hose, until_gone
 from pipeline.api.relay import Event
+from pipeline.errors import PeerError
 
 pytestmark = pytest.mark.anyio
 
@@ -109,3 +112,20 @@ async def test_a_cancel_from_outside_is_no_client_that_is_gone() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_what_was_poured_before_a_failure_reaches_a_slow_client() -> None:
+    client = Client()
+    hose = _hose(client)
+
+    async def fails(_: object) -> list[Event]:
+        client.open.clear()
+        hose.take(Event(0, "said before"))
+        client.open.set()
+        raise PeerError("gone")
+
+    relay: Any = SimpleNamespace(next=fails)
+    telling: Any = SimpleNamespace(teller=None, pace=SimpleNamespace(keep_alive_s=None))
+    with pytest.raises(PeerError):
+        await Answer(relay, telling)._heard(hose)
+    assert client.got == [b"said before"]

@@ -194,6 +194,37 @@ async def test_a_submit_nobody_waits_for_leaves_nothing(hop: Hop, client: Redis,
     assert client.pubsub_channels("cf:{*") == []
 
 
+async def test_one_that_began_for_nobody_is_ended_later_where_it_cannot_be_at_once(
+    backend: BrokerBackend, ledger: Ledger, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that can never be ended keeps nobody from the others."""
+    register(client, "mac", "mlx")
+    asked, abandon = request(), backend._abandon
+    await backend.submit(asked, Wish(), MODEL)
+    begun: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    begun.set_result(1)
+
+    def away(handoff_id: str) -> None:
+        raise BrokerError("away")
+
+    monkeypatch.setattr(backend, "_abandon", away)
+    await backend._undo(asked.handoff_id, begun)
+    assert backend._doubtful == {asked.handoff_id: 0.0}
+    with pytest.raises(BrokerError):
+        backend._settle_doubts()
+
+    def odd(handoff_id: str) -> None:
+        if handoff_id == "odd":
+            raise ValueError("no record of ours")
+        abandon(handoff_id)
+
+    monkeypatch.setattr(backend, "_abandon", odd)
+    backend._doubtful = {"odd": 0.0, **backend._doubtful}
+    backend._settle_doubts()
+    assert backend._doubtful == {}
+    assert ledger.live() == []
+
+
 async def test_a_request_refused_for_a_silent_broker_does_not_begin_when_it_speaks_again(
     hop: Hop, client: Redis, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

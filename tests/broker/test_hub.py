@@ -269,7 +269,7 @@ def test_garbage_on_the_channel_disturbs_nobody(redis_client: Redis, server_url:
 
     async def story() -> list[list[Heard]]:
         async with _opened(server_url) as hub, _reading(hub, "h1") as one, _reading(hub, "h2") as two:
-            for message in (b"", b"x", b"-1 {}", b"\xff\xfe {}", b"9" * 30 + b" {}", b"7"):
+            for message in (b"", b"x", b"-1 {}", b"\xff\xfe {}", b"9" * 30 + b" {}", b"9" * 5000 + b" {}", b"7"):
                 redis_client.publish(keys.HandoffKeys("h1").notify, message)
             for handoff_id in ("h1", "h2"):
                 for entry in ENTRIES:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from redis import Connection, Redis
 from redis.exceptions import OutOfMemoryError
+from redis.exceptions import TimeoutError as SilentError
 
 from pipeline import prefix
 from pipeline.broker import keys
@@ -287,6 +288,15 @@ def test_a_big_one_is_not_starved_by_small_ones(line: Line) -> None:
     assert big.reserve(0, 9)
     assert small_ones[0].reserve(0, 1)
     assert not small_ones[1].reserve(0, 1)
+
+
+def test_a_place_in_the_line_without_a_wish_is_dropped_when_it_is_over(line: Line) -> None:
+    """As an operator's DEL of a key, or a restore of some of them, leaves it."""
+    line.client.zadd(keys.BUDGET_WAITERS, {"f" * 32: 0})
+    line.send()
+    line.receive(line.reader())
+    release(line.client, line.handoff_id)
+    line.assert_nothing_remains()
 
 
 def test_release_wakes_a_writer_that_waits(line: Line) -> None:
@@ -700,6 +710,31 @@ def test_a_lost_reply_of_the_reader_changes_nothing(monkeypatch: pytest.MonkeyPa
     line.receive(reader)
     assert seen[0] > lost
     assert gauges(line.client) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_a_server_that_falls_silent_over_a_give_back_is_asked_again_and_then_blamed(
+    monkeypatch: pytest.MonkeyPatch, line: Line, for_ever: bool
+) -> None:
+    line.send()
+    credit, returns = line.reader()._receiver._credit, Returns()
+    returns.put((1,))
+
+    def silent(*_: Any) -> Any:
+        credit.link.drop()
+        raise SilentError("no byte moved")
+
+    monkeypatch.setattr(credit.link, "reply", silent)
+    if for_ever:
+        monkeypatch.setattr(credit.link, "reply_into", silent)
+    fetched = credit.fetch_all([(2, memoryview(bytearray(PAGE_BYTES)))], returns)
+    if for_ever:
+        with pytest.raises(BrokerError):
+            next(fetched)
+    else:
+        assert bytes(next(fetched)) == line.page(1).data.tobytes()
+    assert returns.take() == [1]
+    credit.link.close()
 
 
 def test_a_lost_reply_to_a_give_back_changes_nothing(monkeypatch: pytest.MonkeyPatch, line: Line) -> None:

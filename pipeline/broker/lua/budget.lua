@@ -27,6 +27,11 @@ end
 local function stop_waiting(id)
   if redis.call('HDEL', WANTS, id) == 1 then leave_line(id) end -- whoever is in the line has a wish
 end
+-- one who stopped asking; out of the line whether it has a wish or not: the caller goes on with whoever is next
+local function drop(id)
+  redis.call('HDEL', WANTS, id)
+  leave_line(id)
+end
 local function dead(id) return number(redis.call('ZSCORE', WAITER_LEASES, id)) <= now end
 local function head() return redis.call('ZRANGE', WAITERS, 0, 0)[1] end
 
@@ -44,7 +49,7 @@ local function wake_line()
     local id = redis.call('ZRANGE', WAITERS, at, at)[1]
     if not id then return end
     if dead(id) then
-      stop_waiting(id)
+      drop(id)
     else
       local size, budget = string.match(redis.call('HGET', WANTS, id) or '0 0', '(%d+) (%d+)')
       promised = (promised or total()) + tonumber(size)
@@ -58,7 +63,7 @@ end
 -- bytes of each of these credits, in order; false where there is none
 local function credited(id, fields) return redis.call('HMGET', of(id, CREDITS_OF), unpack(fields)) end
 
--- new credits of `bytes` each
+-- new credits of `bytes` each; no field is named twice
 local function take(id, fields, bytes)
   local set = {}
   for _, field in ipairs(fields) do

@@ -20,7 +20,7 @@ local fresh = {} -- fields that get a credit now
 local function living_head()
   local found = head()
   while found and dead(found) do
-    stop_waiting(found)
+    drop(found)
     found = head()
   end
   return found

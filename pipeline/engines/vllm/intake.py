@@ -8,13 +8,15 @@ without ever hashing them into its prefix cache.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pipeline.engines.base import TokenStep
+from pipeline.engines.pace import await_tick, merged, next_tick
 from pipeline.engines.text import Text
 from pipeline.engines.ticket import require_next
 from pipeline.engines.vllm.copier import Copier, Fence
@@ -53,7 +55,8 @@ class Intake(VllmTicket):
         self._received = False
         self._keeping = False
         self._prompt: Prompt | None = None  # where the whole prompt is, once it is computed
-        self._steps: deque[TokenStep] = deque()
+        self._steps: list[TokenStep] = []  # since the job's thread took the last ones
+        self._last = threading.Event()  # there is a sample's last step, or no other will come
 
     # --- the job's side
 
@@ -145,11 +148,16 @@ class Intake(VllmTicket):
         while running:
             with self.changed:
                 self._wait(lambda: bool(self._steps))
-                step = self._steps.popleft()
-            running -= step.finish is not None
-            yield step
+                steps = merged(self._steps)
+                self._steps.clear()
+            tick_s = next_tick(len(self._exchange.by_key), time.monotonic())
+            for step in steps:
+                running -= step.finish is not None
+                yield step
+            await_tick(tick_s, self._last)
 
     def close(self) -> None:
+        self._last.set()
         super().close()
         for sibling in self.siblings:
             sibling.close()
@@ -198,6 +206,12 @@ class Intake(VllmTicket):
         with self.changed:
             self._steps.append(step)
             self.changed.notify_all()
+        if step.finish is not None:
+            self._last.set()
+
+    def fail(self, error: CrossfillError) -> None:
+        super().fail(error)
+        self._last.set()
 
 
 class Sibling(VllmTicket):
