@@ -7,10 +7,13 @@ from __future__ import annotations
 
 CPU = "two cores for P, D, broker, API and client"
 _LIMITS = {
-    ("api", "a request"): "record, RQ's jobs and four round trips by redis-py and its serialiser, in threads",
+    ("api", "a request"): "many small parts, a third the framework's; 1.6 ms on idle cores (gpu-api)",
     ("api", "does nothing"): "this machine: one send, one wake and one pass of the event loop",
-    ("api", "a streamed token"): "sends and wakes of the floor, and as much again for the message, text and chunk",
-    ("gpu-stream", ""): "CPU per byte of three processes where plain TCP has two; one core of Python on each side",
+    ("api", "a streamed token"): "wakes: less than half of it on idle cores (gpu-api)",
+    ("gpu-api", "a streamed token"): "the floor's 20 us, then message, text and chunk",
+    ("gpu-links-vllm-mlx", "prompt new"): "744 tokens from vLLM to MLX alone: the median of two prompts",
+    ("gpu-load-mlx-vllm", ""): "P and D take turns on one GPU: their times added up leave 0.63",
+    ("gpu-stream", ""): "the busiest of three processes on a core each; a server of one thread can give 0.5",
     ("links", "light: "): f"{CPU}, of which a handoff takes some beside the wire",
     ("links", "prompt new"): f"{CPU}: sending takes them from computing",
     ("links", "prompt held"): f"{CPU}; D computes the last token when the last page is in",
