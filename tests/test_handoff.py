@@ -23,6 +23,7 @@ from pipeline.errors import HandoffCancelledError
 from pipeline.handoff import TERMINAL, TRANSITIONS, Attempts, Event, IllegalTransitionError, State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
+from tests.begun import begin
 
 PAIRS = [(state, event) for state in State for event in Event]
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
@@ -139,7 +140,7 @@ class Life:
         self.request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
         self.id = self.request.handoff_id
         self.record = keys.HandoffKeys(self.id).record
-        self.ledger.create(self.request, CONTRACT, {"decode_replica": "d"}, "api")
+        begin(self.ledger, self.request, CONTRACT, {"decode_replica": "d"}, "api")
         client.hset(self.record, mapping={"decode_attempt": 1, "prefill_attempt": 1})
 
     @property

@@ -20,12 +20,11 @@ from pipeline import routing, tracing
 from pipeline.broker import queue
 from pipeline.broker.address import Address
 from pipeline.broker.channel import ErrorInfo
-from pipeline.broker.connect import translate
 from pipeline.broker.ledger import Change, Ledger
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import LOST, Record, Role
 from pipeline.broker.registry import Registry, Replica
-from pipeline.broker.scripts import Scripts, Step
+from pipeline.broker.scripts import Step
 from pipeline.broker.stamp import Stamps
 from pipeline.contract import Contract
 from pipeline.errors import NoReplicaError, QuarantinedError
@@ -71,11 +70,6 @@ class Dispatch:
         queued = [command for spec in specs for command in self.stamps.commands(spec)]
         traceparent = tracing.current()
         return self.ledger.opening(request, contract, asdict(route), owner, queued, traceparent, owner_ttl_s, within_s)
-
-    def begin(self, request: Request, contract: Contract, route: Route, owner: str, model: str) -> None:
-        """The same at once, by this connection. Raises BrokerError."""
-        with translate():
-            Scripts(self.client).run(*self.opening(request, contract, route, owner, model))
 
     def resend(self, handoff_id: str, attempts: Attempts, error: ErrorInfo, *, elsewhere: bool = False) -> bool:
         """P's attempt has failed by `error`: queue another one. D keeps what it has, and says anew what it wants.

@@ -86,18 +86,6 @@ class Ledger:
         now_ms = self._clock.now_ms()
         return opening.step(request.handoff_id, record, jobs, now_ms, self._ttl_ms, lives, within_ms)
 
-    def create(
-        self,
-        request: Request,
-        contract: Contract,
-        route: Mapping[str, str | None],
-        owner: str,
-        jobs: Sequence[Command] = (),
-    ) -> None:
-        """`opening` at once, by this connection, however late."""
-        with translate():
-            self._scripts.run(*self.opening(request, contract, route, owner, jobs))
-
     def reassign(self, handoff_id: str, event: Event, change: Callable[[Record], Change | None]) -> bool:
         """Move it by `event` and queue new jobs, as `change` says of the record as it is, in one transaction.
 

@@ -20,6 +20,7 @@ from pipeline.broker.page_server import PageServers
 from pipeline.broker.queue import DECODE_JOB, PREFILL_JOB, JobSpec
 from pipeline.broker.record import ROLES, Accept, Record
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
 from pipeline.errors import HandoffCancelledError, NoReplicaError, PeerError, QuarantinedError, StaleAttemptError
 from pipeline.handoff import Attempts, Event, State
@@ -67,7 +68,7 @@ class Scene:
     def begin(self, route: Route = ROUTE, sampling: Sampling = SAMPLING) -> str:
         request = Request(secrets.token_hex(16), (1, 2, 3), sampling)
         self.ledger.own("api", LEASE_S)
-        self.dispatch.begin(request, CONTRACT, route, "api", "tiny")
+        assert Scripts(self.client).run(*self.dispatch.opening(request, CONTRACT, route, "api", "tiny")) == 1
         return request.handoff_id
 
     def at_work(self, tokens: int = 0, sampling: Sampling = SAMPLING) -> str:

@@ -25,6 +25,7 @@ from pipeline.handoff import Attempts, Event, State
 from pipeline.request import Request, Sampling
 from pipeline.routing import Route
 from pipeline.settings import BrokerSettings, HandoffSettings, Settings
+from tests.begun import begin
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 SETTINGS = Settings(handoff=HandoffSettings(queue_s=60, total_s=600))
@@ -60,7 +61,7 @@ class Scene:
     def create(self, *, owner: str = "api", age_s: float = 0.0, replica: str = "d-0") -> str:
         request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
         route = Route("fake", PREFILL, replica, f"decode.{replica}", "fake")
-        self.ledger.create(request, CONTRACT, asdict(route), owner)
+        begin(self.ledger, request, CONTRACT, asdict(route), owner)
         self.write(request.handoff_id, at_created=str(self.clock.now_ms() - 1000 * age_s))
         return request.handoff_id
 

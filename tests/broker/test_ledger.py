@@ -23,6 +23,7 @@ from pipeline.errors import BrokerError, HandoffCancelledError, StaleAttemptErro
 from pipeline.handoff import Attempts, Event, IllegalTransitionError, State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
+from tests.begun import begin
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 ROUTE = {"prefill_engine": "reference", "prefill_queue": "prefill.reference.x", "decode_replica": "d"}
@@ -37,7 +38,7 @@ def ledger(redis_client: Redis) -> Ledger:
 def handoff(ledger: Ledger) -> str:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4), salt="s")
     ledger.own("api-1", 30)
-    ledger.create(request, CONTRACT, ROUTE, "api-1")
+    begin(ledger, request, CONTRACT, ROUTE, "api-1")
     return request.handoff_id
 
 
@@ -60,7 +61,7 @@ def _leftovers(client: Redis) -> list[str]:
 
 def test_create_keeps_the_request_and_enqueues_in_the_same_transaction(ledger: Ledger, redis_client: Redis) -> None:
     request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1, stop_token_ids=(2,)), salt="x")
-    ledger.create(request, CONTRACT, ROUTE, "api-1", [("RPUSH", "jobs", "one", "two")])
+    begin(ledger, request, CONTRACT, ROUTE, "api-1", [("RPUSH", "jobs", "one", "two")])
     record = ledger.load(request.handoff_id)
     assert record is not None
     assert record.request == request
@@ -198,7 +199,7 @@ def test_a_decode_job_is_for_the_replica_of_the_route(ledger: Ledger, handoff: s
 
 def test_no_prefill_job_of_a_local_route_is_begun(ledger: Ledger) -> None:
     request = Request(secrets.token_hex(16), (7, 8), Sampling(max_tokens=1))
-    ledger.create(request, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1")
+    begin(ledger, request, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1")
     with pytest.raises(HandoffCancelledError, match="begun by another worker"):
         ledger.enter(request.handoff_id, "prefill", "p@1")
 
@@ -248,7 +249,7 @@ def test_whoever_goes_on_reads_what_was_emitted_before(ledger: Ledger, handoff: 
 
 def test_samples_are_told_apart_for_whoever_goes_on(ledger: Ledger) -> None:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4, n=2))
-    ledger.create(request, CONTRACT, ROUTE, "api-1")
+    begin(ledger, request, CONTRACT, ROUTE, "api-1")
     _, d = _admit(ledger, request.handoff_id)
     ledger.advance(request.handoff_id, "decode", d, Event.COMMIT)
     ledger.emit(request.handoff_id, d, TokenEntry(0, (11,)))

@@ -18,6 +18,7 @@ from pipeline.errors import BrokerError
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
+from tests.begun import begin
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 ROUTE = {"decode_replica": "d", "decode_queue": "decode.d", "prefill_engine": "p", "prefill_queue": "prefill.p"}
@@ -66,17 +67,17 @@ def test_what_is_read_too_late_does_not_begin(redis_client: Redis) -> None:
 
 def test_a_full_broker_begins_nothing(redis_client: Redis) -> None:
     ledger, asked = _ledger(redis_client), _request()
-    ledger.create(_request(), CONTRACT, ROUTE, "api-1")  # the script is loaded, the clock is read
+    begin(ledger, _request(), CONTRACT, ROUTE, "api-1")  # the script is loaded, the clock is read
     before = redis_client.keys("*")
     redis_client.config_set("maxmemory", 1)
     with pytest.raises(BrokerError, match="is full"):
-        ledger.create(asked, CONTRACT, ROUTE, "api-1", JOBS)
+        begin(ledger, asked, CONTRACT, ROUTE, "api-1", JOBS)
     assert redis_client.keys("*") == before
 
 
 def test_the_request_is_stored_as_it_was_asked(redis_client: Redis) -> None:
     ledger, asked = _ledger(redis_client), _request()
-    ledger.create(asked, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1")
+    begin(ledger, asked, CONTRACT, {**ROUTE, "prefill_queue": None}, "api-1")
     raw = redis_client.hgetall(keys.HandoffKeys(asked.handoff_id).record)
     assert json.loads(raw[b"request"])["token_ids"] == [1, 2, 3]
     assert (raw[b"prefill_attempt"], raw[b"prompt_tokens"], raw[b"owner"]) == (b"0", b"3", b"api-1")

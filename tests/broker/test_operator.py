@@ -20,6 +20,7 @@ from pipeline.errors import EngineError
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
+from tests.begun import begin
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 REPLICA = Replica("d", "reference", "both", "tiny", CONTRACT, slots=2, started_ms=0)
@@ -40,7 +41,7 @@ def operator(redis_client: Redis) -> Operator:
 def _open(ledger: Ledger, tokens: int = 3) -> str:
     request = Request(secrets.token_hex(16), tuple(range(1, tokens + 1)), Sampling(max_tokens=4))
     ledger.own("api-1", 30)
-    ledger.create(request, CONTRACT, ROUTE, "api-1")
+    begin(ledger, request, CONTRACT, ROUTE, "api-1")
     return request.handoff_id
 
 

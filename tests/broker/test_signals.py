@@ -26,6 +26,7 @@ from pipeline.errors import DeadlineError, HandoffCancelledError, StaleAttemptEr
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
 from pipeline.settings import Settings
+from tests.begun import begin
 from tests.proxy import Proxy
 
 CONTRACT = Contract("w", "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
@@ -65,7 +66,7 @@ def signals(ledger: Counting, server_url: str) -> Iterator[Signals]:
 
 def _create(ledger: Ledger) -> str:
     request = Request(secrets.token_hex(16), (1, 2, 3), Sampling(max_tokens=4))
-    ledger.create(request, CONTRACT, {"decode_replica": "d", "prefill_queue": "p"}, "api")
+    begin(ledger, request, CONTRACT, {"decode_replica": "d", "prefill_queue": "p"}, "api")
     return request.handoff_id
 
 

@@ -24,6 +24,7 @@ from pipeline.contract import Contract
 from pipeline.handoff import Event
 from pipeline.request import Request, Sampling
 from pipeline.settings import MIB, Settings
+from tests.begun import begin
 
 CONTRACT = Contract("w" * 64, "t", "c", layers=2, kv_heads=2, head_dim=32, vocab_size=1024, context_length=2048)
 IDLE = {"running": 0, "held_pages": 0, "cached_pages": 1, "free_pages": 9}
@@ -65,7 +66,7 @@ class Rig:
             for name, job in ((ROUTE["decode_queue"], DECODE_JOB), (ROUTE["prefill_queue"], PREFILL_JOB))
         ]
         queued = [command for spec in specs for command in stamps.commands(spec)]
-        self.ledger.create(request, CONTRACT, ROUTE, "api-1", queued)
+        begin(self.ledger, request, CONTRACT, ROUTE, "api-1", queued)
         return request.handoff_id
 
     def finish(self, handoff_id: str) -> None:

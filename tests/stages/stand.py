@@ -32,6 +32,7 @@ from pipeline.routing import Route
 from pipeline.settings import BrokerSettings, HandoffSettings, Settings
 from pipeline.stages import decode, prefill
 from pipeline.stages.drain import Services
+from tests.begun import begin
 from tests.proxy import Proxy
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeEngine
 
@@ -130,7 +131,7 @@ class Stand:
         request = Request(secrets.token_hex(16), tuple(int(i) for i in ids), sampling, first_token=first_token)
         if owned:
             self.ledger.own(OWNER, 600)
-        self.ledger.create(request, CONTRACT, asdict(LOCAL if local else ROUTE), OWNER)
+        begin(self.ledger, request, CONTRACT, asdict(LOCAL if local else ROUTE), OWNER)
         self._made.append(request)
         return request
 

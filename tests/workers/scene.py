@@ -15,6 +15,7 @@ from pipeline.broker.job import text
 from pipeline.broker.ledger import Ledger
 from pipeline.broker.page_server import PageServers
 from pipeline.broker.registry import Registry, Replica
+from pipeline.broker.scripts import Scripts
 from pipeline.engines.base import EngineStats
 from pipeline.handoff import State
 from pipeline.request import Request, Sampling
@@ -88,9 +89,8 @@ class Scene:
         ids = tuple(int.from_bytes(secrets.token_bytes(1), "little") for _ in range(200))
         request = Request(secrets.token_hex(16), ids, Sampling(max_tokens=3, temperature=0.0))
         route = Route(None if local else "fake", None if local else PREFILL, NAME, DECODE, "fake")
-        Dispatch(self.client, self.ledger, Registry(self.client), self.settings).begin(
-            request, CONTRACT, route, "api", "small"
-        )
+        dispatch = Dispatch(self.client, self.ledger, Registry(self.client), self.settings)
+        assert Scripts(self.client).run(*dispatch.opening(request, CONTRACT, route, "api", "small")) == 1
         return request
 
     def state(self, request: Request) -> State | None:

@@ -38,6 +38,7 @@ from pipeline.sample import tiny
 from pipeline.settings import BrokerSettings, EngineSettings, Role, Settings, WorkerSettings
 from pipeline.workers import runtime
 from pipeline.workers.runtime import warm_up
+from tests.begun import begin
 from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.stages.fake import CONTRACT, PAGE_BYTES, FakeAdmission, FakeEngine, FakePrefill, text
@@ -369,7 +370,7 @@ def test_it_sweeps(build: Build) -> None:
     scene = build(lease_s=1.0).start()
     scene.client.delete(keys.owner("api"))
     request = Request(secrets.token_hex(16), (1, 2), Sampling(max_tokens=1))
-    scene.ledger.create(request, CONTRACT, {"decode_replica": NAME}, "api")
+    begin(scene.ledger, request, CONTRACT, {"decode_replica": NAME}, "api")
     eventually(lambda: scene.state(request) is State.CANCELLED, "the janitor")
     eventually(lambda: scene.ledger.live() == [], "the release")
 
