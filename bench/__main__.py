@@ -11,7 +11,7 @@ import time
 
 from bench import ending
 
-BENCHES = ("router", "scale", "stream", "pagesize", "codec", "api", "memory", "ttft", "turns", "links", "load")
+BENCHES = ("router", "scale", "stream", "pagesize", "ticks", "codec", "api", "memory", "ttft", "turns", "links", "load")
 PATIENCE_S = 600.0
 GRACE_S = 60.0  # for what it has to put away
 LATE = 124  # as timeout(1) says it
