@@ -96,12 +96,23 @@ def _started(model: Path, workers: list[dict[str, Any]], directory: Path, broker
             "workers": workers,
         }
     )
+    with running(settings, directory) as system:
+        yield system
+
+
+@contextmanager
+def running(settings: Settings, directory: Path) -> Iterator[Fleet]:
+    """A fleet that is ready. What its processes said last is printed where it fails."""
     system = Fleet(settings, directory, os.environ)
     try:
         system.start()
         for _ in system.wait_ready(READY_S):
             pass
         yield system
+    except Exception:
+        for child in system.children:
+            print(f"--- the end of {child.name}'s log\n{child.tail()}", flush=True)
+        raise
     finally:
         system.stop()
 

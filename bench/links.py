@@ -172,8 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=210, help="of everything, systems' starts included")
-    parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
+    rounds.arguments(parser, 210, FEWEST)
     parser.add_argument("--tokens", type=int, default=744, help="of a prompt of the light model")
     parser.add_argument("--real-tokens", type=int, default=320, help="of the real one")
     parser.add_argument("--real", choices=("yes", "no"), default="yes", help="with a real model, too")

@@ -259,8 +259,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="16")
     parser.add_argument("--requests", type=int, default=64, help="of a round at most, unless there are more clients")
-    parser.add_argument("--seconds", type=float, default=270, help="of everything, systems' starts included")
-    parser.add_argument("--fewest", type=int, default=2, help="rounds, however long they take")
+    rounds.arguments(parser, 270, 2)
     parser.add_argument("--own", choices=("yes", "no"), default="yes", help="D's own server, too, where D is vLLM")
     parser.add_argument(
         "--computing", choices=("yes", "no"), default="yes", help="handoffs that P holds nothing of, too"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,15 +38,26 @@ class Own(NamedTuple):
 
 @contextmanager
 def server(model: Path, directory: Path) -> Iterator[Own]:
-    """Raises RuntimeError when it ends, or is not ready in time."""
-    port, interpreter = free_port(), python("vllm")
-    argv = [str(interpreter), "-m", "bench.own_vllm", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--model", str(model), "--served-model-name", model.name, "--dtype", _dtype(), "--enforce-eager"]
-    argv += ["--block-size", str(PAGE_TOKENS), "--max-num-seqs", str(RUNNING), "--generation-config", "vllm"]
+    """Beside our CPU workers. Raises RuntimeError when it ends, or is not ready in time."""
+    interpreter = python("vllm")
     settings = WorkerSettings.model_validate({"name": "own", "engine": "vllm", "model": model, "python": interpreter})
     env = machine.environment(settings, sys.platform) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env |= {"VLLM_CPU_KVCACHE_SPACE": str(2 * KV_BYTES >> 30), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    own = Child("vllm-own", argv, {**os.environ, **env}, directory / "vllm-own.log")
+    env |= {"VLLM_CPU_KVCACHE_SPACE": str(2 * KV_BYTES >> 30)}
+    with launched(interpreter, model, RUNNING, ["--dtype", _dtype(), "--enforce-eager"], env, directory) as own:
+        yield own
+
+
+@contextmanager
+def launched(
+    interpreter: Path, model: Path, running: int, more: Sequence[str], env: Mapping[str, str], directory: Path
+) -> Iterator[Own]:
+    """With `more` arguments and variables of `env` beside our own. Raises RuntimeError as `server`."""
+    port = free_port()
+    argv = [str(interpreter), "-m", "bench.own_vllm", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--model", str(model), "--served-model-name", model.name, "--generation-config", "vllm"]
+    argv += ["--block-size", str(PAGE_TOKENS), "--max-num-seqs", str(running), *more]
+    env = {**os.environ, **env, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    own = Child("vllm-own", argv, env, directory / "vllm-own.log")
     try:
         yield Own(f"http://127.0.0.1:{port}", _ready(own, f"http://127.0.0.1:{port}/version"), own.pid)
     finally:

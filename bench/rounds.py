@@ -5,6 +5,7 @@ A round takes one sample of everything that is compared, so what is there when t
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,3 +18,9 @@ def until(end_s: float, fewest: int, now: Callable[[], float] = time.monotonic) 
         start = now()
         yield number
         longest_s, number = max(longest_s, now() - start), number + 1
+
+
+def arguments(parser: argparse.ArgumentParser, seconds: float, fewest: int) -> None:
+    """How long a bench with rounds may take."""
+    parser.add_argument("--seconds", type=float, default=seconds, help="of everything, systems' starts included")
+    parser.add_argument("--fewest", type=int, default=fewest, help="rounds, however long they take")

@@ -35,7 +35,7 @@ from pipeline.broker.page_server import PageServers
 from pipeline.broker.scripts import Scripts
 from pipeline.contract import Contract
 from pipeline.engines.base import TokenStep
-from pipeline.engines.pace import await_tick, merged, next_tick
+from pipeline.engines.pace import handed_on
 from pipeline.handoff import Event
 from pipeline.request import Request, Sampling
 from pipeline.settings import MIB, BrokerSettings, Settings
@@ -66,18 +66,18 @@ class Queue:
             self._changed.notify_all()
 
     def taken(self, requests: int, *, ticks: bool) -> Iterator[TokenStep]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._steps or self._over.is_set())
-                if not self._steps:
-                    return
-                count = len(self._steps) if ticks else 1
-                steps = merged(self._steps[:count])
-                del self._steps[:count]
-            tick_s = next_tick(requests, time.monotonic())
+        if ticks:
+            yield from handed_on(self._take, lambda: requests, self._over)
+            return
+        while steps := self._take(1):
             yield from steps
-            if ticks:
-                await_tick(tick_s, self._over)
+
+    def _take(self, most: int | None = None) -> list[TokenStep]:
+        """Nothing once it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps or self._over.is_set())
+            steps, self._steps = self._steps[:most], [] if most is None else self._steps[most:]
+            return steps
 
 
 class Bench:

@@ -214,8 +214,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=270, help="of everything, systems' starts included")
-    parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
+    rounds.arguments(parser, 270, FEWEST)
     parser.add_argument("--lengths", default="51,184,744,2844", help="of prompts of the light model")
     parser.add_argument("--real-lengths", default="51,184,744", help="of the real one")
     parser.add_argument("--real", choices=("yes", "no"), default="yes", help="with a real model, too")

@@ -230,8 +230,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=210, help="of everything, systems' starts included")
-    parser.add_argument("--fewest", type=int, default=FEWEST, help="rounds, however long they take")
+    rounds.arguments(parser, 210, FEWEST)
     parser.add_argument("--turns", type=int, default=10, help="of the chat")
     parser.add_argument("--first", type=int, default=600, help="tokens of its first turn")
     parser.add_argument("--more", type=int, default=96, help="new tokens of each later turn")

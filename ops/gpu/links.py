@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench import link, links, report, turns
+from bench import fleet, link, links, report, turns
 from bench.client import Sample
 from bench.server import server
 from bench.ttft import prompt
@@ -44,8 +44,8 @@ def behind(options: argparse.Namespace, pacer: Pacer) -> Iterator[system.System]
         made["broker"]["url"] = url
         made["workers"][0]["env"] |= {"CROSSFILL_BROKER__URL": through}
         with (
-            system.running(Settings.model_validate(made), Path(name)) as fleet,
-            closing(system.System(fleet.url, url, options.model)) as found,
+            fleet.running(Settings.model_validate(made), Path(name)) as made_up,
+            closing(system.System(made_up.url, url, options.model)) as found,
         ):
             yield found
 

@@ -10,58 +10,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench import load, report
-from bench.fleet import free_port
+from bench import load, own, report
 from bench.load import CACHED, HANDOFF, OWN, PREFILL, Bounds, Run
+from bench.own import Own
 from ops.gpu import system
 from pipeline.cli import machine
-from pipeline.cli.client import fetch
-from pipeline.page import PAGE_TOKENS
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # as `pipeline.engines.vllm.engine.graphs` has it
 
 
-@contextmanager
-def vllm_server(options: argparse.Namespace, directory: Path) -> Iterator[str]:
-    """URL of vLLM's own server on the same GPU. Raises RuntimeError when it ends, or is not ready in time."""
-    port, log = free_port(), directory / "vllm-own.log"
+def vllm_server(options: argparse.Namespace, directory: Path) -> AbstractContextManager[Own]:
+    """vLLM's own server on the same GPU. Raises RuntimeError when it ends, or is not ready in time."""
     python = machine.interpreters(Path(), Path(sys.prefix)).get("vllm", Path(sys.executable))
-    argv = [str(python), "-m", "bench.own_vllm", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--model", str(options.model), "--served-model-name", options.model.name, "--dtype", "float16"]
-    argv += ["--block-size", str(PAGE_TOKENS), "--max-num-seqs", str(options.running), "--generation-config", "vllm"]
-    argv += ["--max-num-batched-tokens", str(options.chunk), "--kv-cache-memory-bytes", str(options.kv_mib << 20)]
-    argv += ["--gpu-memory-utilization", "0.05", "--compilation-config", json.dumps(GRAPHS)]
-    env = os.environ | system.environment("vllm", directory) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as out, subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT) as process:
-        try:
-            deadline = time.monotonic() + system.READY_S
-            while fetch(f"http://127.0.0.1:{port}/version") is None:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(log.read_text()[-12000:])
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+    more = ["--dtype", "float16", "--max-num-batched-tokens", str(options.chunk)]
+    more += ["--kv-cache-memory-bytes", str(options.kv_mib << 20), "--gpu-memory-utilization", "0.05"]
+    more += ["--compilation-config", json.dumps(GRAPHS)]
+    env = system.environment("vllm", directory)
+    return own.launched(python, options.model, options.running, more, env, directory)
 
 
 class Bench:
     """Every case of one number of clients, over fresh prompts in each round."""
 
-    def __init__(self, url: str, own: str | None, options: argparse.Namespace) -> None:
+    def __init__(self, url: str, theirs: str | None, options: argparse.Namespace) -> None:
         self._url = url
-        self._own = own
+        self._own = theirs
         self._options = options
         self._tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         self._p, self._d = options.engines.split(",")[:2]
@@ -110,15 +91,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, system.opened(options) as running:
         if options.own == "yes" and options.engines.split(",")[1] == "vllm":
-            with vllm_server(options, Path(name)) as own:
-                measure(running.url, own, options)
+            with vllm_server(options, Path(name)) as theirs:
+                measure(running.url, theirs.url, options)
         else:
             measure(running.url, None, options)
 
 
-def measure(url: str, own: str | None, options: argparse.Namespace) -> None:
+def measure(url: str, theirs: str | None, options: argparse.Namespace) -> None:
     """Print and save the rows. CPU of D is not counted here: the GPU does its work."""
-    bench, rows = Bench(url, own, options), []
+    bench, rows = Bench(url, theirs, options), []
     for clients in (int(n) for n in options.clients.split(",")):
         rows += [{name: value for name, value in row.items() if "cpu" not in name} for row in bench.rows(clients)]
         for row in rows[-4:]:

@@ -30,13 +30,12 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from bench.fleet import free_port
+from bench.fleet import READY_S, free_port, running
 from pipeline.cli import config, machine
 from pipeline.cli.fleet import Fleet
 from pipeline.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-READY_S = 300.0
 ONE_ROLE = ("sglang",)  # a worker of it prefills or decodes, and its decoder computes no prompt: no `local:` route
 Gauges = dict[str, dict[str, int]]
 
@@ -167,23 +166,6 @@ def launched(options: argparse.Namespace, engines: Sequence[str]) -> Iterator[tu
     """A fleet that is ready, and its folder."""
     with tempfile.TemporaryDirectory() as run, running(settings(options, engines, Path(run)), Path(run)) as fleet:
         yield fleet, Path(run)
-
-
-@contextmanager
-def running(chosen: Settings, directory: Path) -> Iterator[Fleet]:
-    """A fleet that is ready. What its processes said last is printed where it fails."""
-    fleet = Fleet(chosen, directory, os.environ)
-    try:
-        fleet.start()
-        for _ in fleet.wait_ready(READY_S):
-            pass
-        yield fleet
-    except BaseException:
-        for child in fleet.children:
-            print(f"--- the end of {child.name}'s log\n{child.tail()}", flush=True)
-        raise
-    finally:
-        fleet.stop()
 
 
 @contextmanager

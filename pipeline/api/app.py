@@ -89,27 +89,25 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, prompts: Mapping[str, H
 def _add_inference(app: FastAPI, edge: Edge) -> dict[str, Handler]:
     """The handler of each path. As routes they are for the document, and for other methods."""
 
-    @app.post("/v1/chat/completions")
-    @app.post("/chat/completions", include_in_schema=False)
     async def create_chat(request: Request) -> Response:
         return await chat.create(edge, request)
 
-    @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         return await responses.create(edge, request)
 
-    @app.post("/v1/completions")
-    @app.post("/completions", include_in_schema=False)
     async def create_completion(request: Request) -> Response:
         return await completions.create(edge, request)
 
-    return {
+    handlers: dict[str, Handler] = {
         "/v1/chat/completions": create_chat,
         "/chat/completions": create_chat,
         "/v1/responses": create_response,
         "/v1/completions": create_completion,
         "/completions": create_completion,
     }
+    for path, handler in handlers.items():
+        app.post(path, include_in_schema=path.startswith("/v1/"))(handler)
+    return handlers
 
 
 class Express:

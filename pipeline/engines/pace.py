@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pipeline.engines.base import TokenStep
 
 EACH_S = 0.002  # between ticks, for each request that runs: at 0.3 ms each, a seventh of the time
 MOST_S = 0.04  # nobody sees text come in pieces as small as this
+
+
+def handed_on(
+    take: Callable[[], Sequence[TokenStep]], running: Callable[[], int], last: threading.Event
+) -> Iterator[TokenStep]:
+    """What `take` has waited for, merged, tick by tick; until it comes back with nothing. `running` counts requests."""
+    while steps := take():
+        tick_s = next_tick(running(), time.monotonic())
+        yield from merged(steps)
+        await_tick(tick_s, last)
 
 
 def next_tick(running: int, now_s: float) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import link
+from tests.bench.shaped import needs_link
 
 ROOT = Path(__file__).parents[2]
 WAITS = """
@@ -57,7 +57,7 @@ def test_blocks_are_left_once_and_a_second_signal_does_not_disturb(tmp_path: Pat
     assert (tmp_path / "left").exists()
 
 
-@pytest.mark.skipif(bool(link.missing()), reason=f"no shaped link here: {link.missing()}")
+@needs_link
 def test_a_killed_bench_leaves_no_namespace_device_or_process() -> None:
     with _start(LINKED) as process:
         assert process.stdout is not None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from bench import link, stream
 from bench.pair import Pair
 from bench.stream import Task
+from tests.bench.shaped import needs_link
 
-pytestmark = pytest.mark.skipif(bool(link.missing()), reason=f"no shaped link here: {link.missing()}")
+pytestmark = needs_link
 
 
 def _out(*command: str) -> str:

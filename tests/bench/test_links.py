@@ -10,6 +10,7 @@ from bench.client import Sample
 from bench.links import HELD, NEW, Visit
 from bench.turns import Asker
 from pipeline.sample import tiny
+from tests.bench.shaped import needs_link
 
 
 def _sample(route: str, ttft_ms: float, step_ms: float = 5.0, moved: int = 8_500_000) -> Sample:
@@ -68,7 +69,7 @@ def test_p_alone_and_the_handoff_take_turns_and_d_holds_nothing(monkeypatch: pyt
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(bool(link.missing()), reason=f"no shaped link here: {link.missing()}")
+@needs_link
 def test_a_system_with_its_prefill_engine_at_the_far_end() -> None:
     words = "--engines reference,mlx --tokens 100 --seconds 0 --fewest 1 --real no"
     result = links.run(links.parse(words.split()))

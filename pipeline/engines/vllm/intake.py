@@ -9,14 +9,13 @@ without ever hashing them into its prefix cache.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pipeline.engines.base import TokenStep
-from pipeline.engines.pace import await_tick, merged, next_tick
+from pipeline.engines.pace import handed_on
 from pipeline.engines.text import Text
 from pipeline.engines.ticket import require_next
 from pipeline.engines.vllm.copier import Copier, Fence
@@ -144,17 +143,18 @@ class Intake(VllmTicket):
         return Page(index, tokens, data)
 
     def _take_steps(self) -> Iterator[TokenStep]:
-        running = 1 + len(self.siblings)
-        while running:
-            with self.changed:
-                self._wait(lambda: bool(self._steps))
-                steps = merged(self._steps)
-                self._steps.clear()
-            tick_s = next_tick(len(self._exchange.by_key), time.monotonic())
-            for step in steps:
-                running -= step.finish is not None
-                yield step
-            await_tick(tick_s, self._last)
+        samples = 1 + len(self.siblings)
+        for step in handed_on(self._take, lambda: len(self._exchange.by_key), self._last):
+            samples -= step.finish is not None
+            yield step
+            if not samples:
+                return
+
+    def _take(self) -> list[TokenStep]:
+        with self.changed:
+            self._wait(lambda: bool(self._steps))
+            steps, self._steps = self._steps, []
+            return steps
 
     def close(self) -> None:
         self._last.set()
